@@ -13,6 +13,23 @@ from torch import Tensor
 PASSES = ("forward", "backward", "both", "backward_deterministic", "backward_deterministic_unfilled")
 
 
+# Errors relative to the largest value. Sums are float32, and positions have an error of half an ulp of their pixel
+# coordinate (4e-6 at width 134); the error of plain torch in float32 is as large, up to 8e-6. What has 16 bits is
+# rounded once, with a relative error of at most 2^-8 (bfloat16) or 2^-11 (float16).
+ROUNDED = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+COORDINATE_TOLERANCE = 2e-5
+
+
+def tolerances(rounded: Sequence[str], coordinates: Sequence[str], dtype: torch.dtype) -> dict[str, float]:
+    """Return the tolerances of results that are rounded to ``dtype``, and of gradients that stay float32."""
+    return dict.fromkeys(rounded, ROUNDED[dtype]) | dict.fromkeys(coordinates, COORDINATE_TOLERANCE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator on the CPU, so that numbers are the same on every device."""
+    return torch.Generator().manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class Call:
     """An implementation with its arguments. ``differentiable`` are the positions that need gradients."""

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+from .case import seeded
 
 
 def _boxes(N: int, generator: torch.Generator, height: int = 800, width: int = 1216) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .case import Case
+from .case import Case, seeded
 from .timing import deterministic, prepare
 
 
@@ -52,8 +52,7 @@ def check(case: Case, arguments: tuple[Any, ...]) -> tuple[Gate, Tensor]:
     call = case.call(arguments)
     with torch.no_grad():
         output = case.function(*arguments)
-    generator = torch.Generator().manual_seed(1)
-    grad_output = torch.randn(output.shape, generator=generator).to(output)
+    grad_output = torch.randn(output.shape, generator=seeded(1)).to(output)
     grads, bit_equal = (), True
     if case.differentiable:
         grads = prepare(call, "backward", grad_output)()

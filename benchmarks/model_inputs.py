@@ -14,9 +14,12 @@ from torch import nn
 from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 
+from .case import seeded
+from .environment import ROOT
+
 Batches = list[dict[str, Any]]  # the batches as a data loader collates them
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = ROOT / "configs"
 BOXES = 10  # number of boxes in an image for Deformable DETR and DINO
 NUM_DET, NUM_MAP, TINY_DET, TINY_MAP = 900, 100, 24, 8
 
@@ -43,7 +46,7 @@ def _detector(name: str, batch_size: int, num_batches: int, tiny: bool) -> tuple
         config.backbone.base_channels = 8
         config.neck.in_channels = [16, 32, 64]
         config.encoder.num_layers = config.decoder.num_layers = 2
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     images = torch.randint(0, 256, (batch_size, 3, height, width), generator=generator, dtype=torch.uint8)
     samples = [_boxes(height, width, generator) for _ in range(batch_size)]
     return _built(config), [{"inputs": list(images), "data_samples": samples}] * num_batches

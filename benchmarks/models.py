@@ -32,7 +32,7 @@ from visdet.engine.stages import StagedModel
 from .case import dtype_name
 from .environment import describe, synchronize
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
-from .report import command_of, parser_of, table, write_report, write_table
+from .report import options_of, parser_of, table, write_report, write_table
 
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
@@ -236,8 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=10, help="number of steps that are timed (default: %(default)s)"
     )
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    options = options_of(parser, arguments)
     chosen = [case for case in CASES if any(word in case.name for word in options.cases)]
     if not chosen:
         names = ", ".join(case.name for case in CASES)
@@ -245,8 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     device = torch.device(options.device)
     path = options.out / "models.json"
-    command = command_of("models", given)
-    report: dict[str, Any] = {"environment": describe(device), "command": command, "results": []}
+    report: dict[str, Any] = {"environment": describe(device), "command": options.command, "results": []}
     with tempfile.TemporaryDirectory() as folder:
         runs = list(itertools.product(chosen, options.dtypes))
         for case, name in runs:

@@ -18,18 +18,18 @@ from visdet.ops import explain
 from visdet.ops.explain import choose_only
 
 from .case import Case, dtype_name
-from .environment import describe
+from .environment import ROOT, describe
 from .ops.deformable_aggregation import CASES as AGGREGATION
 from .ops.detection import CASES as DETECTION
 from .ops.gaussian_field import CASES as GAUSSIANS
 from .ops.ms_deform_attn import CASES as ATTENTION
 from .ops.ms_deform_attn import PYRAMID
 from .ops.ms_deform_attn import case as attention_case
-from .report import command_of, write_report
+from .report import options_of, write_report
 from .timing import deterministic, time_pass
 from .write_docs import write_docs
 
-SOURCES = Path(__file__).resolve().parents[1] / "visdet" / "ops" / "csrc" / "cuda"
+SOURCES = ROOT / "visdet/ops/csrc/cuda"
 FOLDERS = {  # the folders of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
     "ms_deform_attn": "ms_deform_attn",
     "deformable_aggregation": "deformable_aggregation",
@@ -137,13 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write-docs", action="store_true", help="put the times into the pages of docs/kernels"
     )
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments)
     if not torch.cuda.is_available():
         print("benchmarks.paths: this needs a GPU", file=sys.stderr)
         return 1
-    given = sys.argv[1:] if arguments is None else arguments
-    command = command_of("paths", given)
-    report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "command": command, "rows": []}
+    environment, command = describe(torch.device("cuda")), options.command
+    report: dict[str, Any] = {"environment": environment, "command": command, "rows": []}
     for case in (*ATTENTION, *model_cases(), *AGGREGATION, *GAUSSIANS, *DETECTION):
         if case.op.removeprefix("modulated_") not in FOLDERS or case.name == "tiny":
             continue

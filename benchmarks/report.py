@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,12 @@ def write_table(report: Report, lines: Sequence[str], path: Path) -> None:
     print(f"\n{facts}\n\n{body}\n\nwrote {page} and {path}")
 
 
-def command_of(name: str, given: Sequence[str]) -> str:
-    """Return the command line of ``python -m benchmarks.NAME``."""
-    return shlex.join(["python", "-m", f"benchmarks.{name}", *given])
+def options_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command line, by default that of this process, which is ``command`` among them."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    options.command = shlex.join([*parser.prog.split(), *given])
+    return options
 
 
 def facts_of(report: Report) -> str:

@@ -18,7 +18,7 @@ from .case import Case, dtype_name
 from .environment import describe
 from .floors import floors_of
 from .measure import measure
-from .report import command_of, facts_of, parser_of, short_table, write_report
+from .report import facts_of, options_of, parser_of, short_table, write_report
 from .write_docs import write_docs
 
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write-docs", action="store_true", help="write the medians to the pages of docs/kernels"
     )
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments)
     if options.write_docs and options.quick:
         parser.error("--write-docs needs figures of full length, without --quick")
 
@@ -114,14 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no case matches {' '.join(options.cases)}; --list lists the cases", file=sys.stderr)
         return 1
     names = options.dtypes or (["float32", "bfloat16", "float16"] if device.type == "cuda" else ["float32"])
-    given = sys.argv[1:] if arguments is None else arguments
     green = run(
         chosen,
         [getattr(torch, name) for name in names],
         device,
         options.out,
         options.quick,
-        command_of("run", given),
+        options.command,
     )
     if options.write_docs and green:
         write_docs([options.out / "bench.json"])

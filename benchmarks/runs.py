@@ -37,7 +37,7 @@ from visdet.registry import HOOKS, MODELS
 from .environment import ROOT, describe
 from .model_inputs import random_anchors
 from .models import covered, spans_of
-from .report import command_of, parser_of, table, write_report, write_table
+from .report import options_of, parser_of, table, write_report, write_table
 from .transforms import draw_photographs
 
 # (height, width) and how many of a thousand images have it. The rest has 640 pixels on one side and 300 to 640 on the
@@ -318,13 +318,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="as of visdet train"
     )
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    options = options_of(parser, arguments)
     options.device, options.dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
     cv2.setNumThreads(0)  # The scenes are drawn by processes that are forked from this one.
     path = options.out / "runs.json"
-    environment, command = describe(torch.device(options.device)), command_of("runs", given)
-    report: dict[str, Any] = {"environment": environment, "command": command, "results": []}
+    environment = describe(torch.device(options.device))
+    report: dict[str, Any] = {"environment": environment, "command": options.command, "results": []}
     for name in options.runs:
         with tempfile.TemporaryDirectory() as folder:
             report["results"].append(measure(name, Path(folder), options))

@@ -30,9 +30,9 @@ from visdet.export.folding import with_folded_norms
 from visdet.export.formats import onnx as onnx_format
 from visdet.export.precision import LIMITS
 
+from .environment import ROOT
 from .exports import replace_table
 
-ROOT = Path(__file__).resolve().parents[1]
 FRAMES = 3  # The last of so many is compared, whose state is not empty.
 SECONDS = 1800  # for one model in one runtime
 _IN_BROWSERS = """

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .case import seeded
+
 CLASSES = 80
 OBJECTS = 8  # number of objects in an image
 REAL_TIME = (640, 640)
@@ -115,7 +117,7 @@ def make_model(family: Family, device: torch.device) -> nn.Module:
 
 def make_inputs(family: Family, batch: int, device: torch.device) -> Inputs:
     """Return random images and labels, which are the same at every call."""
-    draw = torch.Generator().manual_seed(1)
+    draw = seeded(1)
     images = dict(pixel_values=torch.randn(batch, 3, *family.size, generator=draw))
     if family.has_text:
         ids = torch.tensor([TEXT] * batch)

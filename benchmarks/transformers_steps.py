@@ -26,7 +26,7 @@ from visdet.compat import transformers as bridge
 from .case import dtype_name
 from .environment import describe, synchronize
 from .models import profiled
-from .report import command_of, facts_of, parser_of, table, write_report, write_table
+from .report import facts_of, options_of, parser_of, table, write_report, write_table
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
 WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet": bridge.installed}
@@ -177,7 +177,7 @@ def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
     return table(header, rows)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options. Those that are not given get defaults that depend on the device."""
     parser = parser_of("transformers_steps", __doc__)
     parser.add_argument(
@@ -198,7 +198,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         help=f"number of turns, with {CALLS} timed calls on a GPU (default: 4) or one on a CPU (default: 3)",
     )
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments)
     is_cpu = torch.device(options.device).type == "cpu"
     options.modes, options.batch = (["predict"], 1) if is_cpu else (["train", "predict"], 2)
     options.dtypes = options.dtypes or ["float32" if is_cpu else dtype_name(torch.bfloat16)]
@@ -208,13 +208,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(given)
+    options = parse(arguments)
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     report: dict[str, Any] = {
         "environment": describe(device) | {"transformers": version("transformers")},
-        "command": command_of("transformers_steps", given),
+        "command": options.command,
         "batch": options.batch,
         "results": [],
     }

@@ -22,7 +22,7 @@ from mmengine.dataset import Compose
 from visdet.registry import TRANSFORMS
 
 from .environment import describe
-from .report import command_of, parser_of, table, write_table
+from .report import options_of, parser_of, table, write_table
 
 SIZE = (480, 640)  # height and width of most images of COCO
 BOXES = 7  # number of boxes in an image, as in COCO
@@ -94,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "config", nargs="?", default=CONFIG, help="config with the training pipeline (default: %(default)s)"
     )
     parser.add_argument("--images", type=int, default=200, help="number of images (default: %(default)s)")
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    options = options_of(parser, arguments)
     pipeline = Config.fromfile(options.config).train_pipeline
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = race(pipeline, draw_photographs(Path(folder), [SIZE] * options.images))
     report = {
         "environment": describe(torch.device("cpu")),
-        "command": command_of("transforms", given),
+        "command": options.command,
         "results": rows,
     }
     cells = [[row["transform"], f"{row['pace']:.0f}"] for row in rows]

@@ -7,14 +7,14 @@ import torch
 
 from visdet.ops import box_key_points, box_key_points_reference
 
-from ..case import Case, Work, peer_of
+from ..case import Case, Work, peer_of, seeded
 
 DIMS, FIXED, LEARNABLE = 11, 7, 6
 
 
 def make_arguments(dtype: torch.dtype, device: torch.device, *, B: int, Q: int) -> tuple[Any, ...]:
     """Return anchors, fixed points and logits."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     shapes = ((B, Q, DIMS), (FIXED, 3), (B, Q, LEARNABLE * 3))
     return tuple(torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes)
 

@@ -9,16 +9,12 @@ from torch import Tensor
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 
-from ..case import Case, Peer, Work, peer_of
+from ..case import Case, Peer, Work, peer_of, seeded, tolerances
 
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
 CAMERAS, GROUPS, CHANNELS = 6, 8, 256
 LEVELS: Levels = ((64, 176), (32, 88), (16, 44), (8, 22))  # 704 x 256 pixels at strides 4 to 32
-
-# As for ms_deform_attn, sums are float32, and results are rounded to 16 bits once.
-VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-COORDINATE_TOLERANCE = 2e-5
 
 
 def make_arguments(
@@ -31,7 +27,7 @@ def make_arguments(
     of all levels, where the gradient of a location jumps. The sizes of the levels must therefore differ by powers of
     two. Only features have the dtype ``dtype``.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     V, G, C, L = CAMERAS, GROUPS, CHANNELS, len(levels)
     level_shapes = torch.tensor(levels).repeat(V, 1, 1)
     areas = level_shapes.prod(-1).flatten()
@@ -117,16 +113,6 @@ TORCH = peer_of("torch", grid_sample_path, (0, 3, 4), _torch_memory)
 EVERY_POINT = peer_of("every_point", _every_point, (0, 3, 4))
 
 
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    value = VALUE_TOLERANCE[dtype]
-    return {
-        "output": value,
-        "features": value,
-        "locations": COORDINATE_TOLERANCE,
-        "weights": COORDINATE_TOLERANCE,
-    }
-
-
 def _case(
     name: str,
     B: int = 1,
@@ -147,7 +133,7 @@ def _case(
         reference=deformable_aggregation_reference,
         differentiable={"features": 0, "locations": 3, "weights": 4},
         work=partial(work_of, **numbers),
-        tolerance=_tolerance,
+        tolerance=partial(tolerances, ("output", "features"), ("locations", "weights")),
         peers=peers,
         batched=(0, 3, 4),
         checked_batches=(0,) if B == 1 else (B - 1,),

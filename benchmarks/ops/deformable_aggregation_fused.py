@@ -14,13 +14,11 @@ from visdet.ops import (
     deformable_aggregation_fused_reference,
 )
 
-from ..case import Case, Work, peer_of
+from ..case import COORDINATE_TOLERANCE, Case, Work, peer_of, seeded, tolerances
 from .deformable_aggregation import (
     CAMERAS,
-    COORDINATE_TOLERANCE,
     GROUPS,
     LEVELS,
-    VALUE_TOLERANCE,
     Levels,
     grid_sample_path,
 )
@@ -41,7 +39,7 @@ def make_arguments(
     features, shapes, starts, locations, _ = make_plain_arguments(
         dtype, device, B=B, Q=Q, P=P, levels=levels, visible=1.0
     )
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     V, L, G = CAMERAS, len(levels), GROUPS
     camera = torch.randint(V, (B, Q, P), generator=generator).to(device)
     xy = locations.gather(3, camera[..., None, None].expand(-1, -1, -1, 1, 2)).squeeze(3)
@@ -95,14 +93,9 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels) -> di
 
 
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    value = VALUE_TOLERANCE[dtype]
-    return {
-        "output": value,
-        "features": value,
-        "key_points": 10 * COORDINATE_TOLERANCE,  # The gradient sums over six cameras and four levels.
-        "logits": max(value, COORDINATE_TOLERANCE),
-        "camera_logits": max(value, COORDINATE_TOLERANCE),
-    }
+    rounded = tolerances(("output", "features", "logits", "camera_logits"), (), dtype)
+    # The gradient sums over six cameras and four levels.
+    return rounded | {"key_points": 10 * COORDINATE_TOLERANCE}
 
 
 def _case(name: str, B: int = 1, Q: int = 900, P: int = 13, levels: Levels = LEVELS, **others: Any) -> Case:

@@ -7,8 +7,8 @@ import torch
 
 from visdet.ops import deformable_aggregation_with_depth, deformable_aggregation_with_depth_reference
 
-from ..case import Case
-from .deformable_aggregation import COORDINATE_TOLERANCE, LEVELS, VALUE_TOLERANCE, make_arguments, work_of
+from ..case import Case, seeded, tolerances
+from .deformable_aggregation import LEVELS, make_arguments, work_of
 
 DEPTHS = 64
 
@@ -16,19 +16,11 @@ DEPTHS = 64
 def _make(dtype: torch.dtype, device: torch.device, **sizes: Any) -> tuple[Any, ...]:
     """Return features, depth_probs, level_shapes and level_starts, locations, weights; depths between whole numbers."""
     features, shapes, starts, locations, weights = make_arguments(dtype, device, **sizes)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     depth_probs = torch.randn(*features.shape[:2], DEPTHS, generator=generator).softmax(-1).to(features)
     depths = torch.rand(*locations.shape[:-1], 1, generator=generator)
     depths = (depths * (DEPTHS - 1)).floor() + 0.1 + 0.8 * torch.rand(depths.shape, generator=generator)
     return features, depth_probs, shapes, starts, torch.cat([locations, depths.to(locations)], -1), weights
-
-
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    of_values, of_weights = ("output", "features", "depth_probs"), ("locations", "weights")
-    return {
-        **dict.fromkeys(of_values, VALUE_TOLERANCE[dtype]),
-        **dict.fromkeys(of_weights, COORDINATE_TOLERANCE),
-    }
 
 
 def _case(name: str, **sizes: Any) -> Case:
@@ -42,7 +34,7 @@ def _case(name: str, **sizes: Any) -> Case:
         reference=deformable_aggregation_with_depth_reference,
         differentiable={"features": 0, "depth_probs": 1, "locations": 4, "weights": 5},
         work=partial(work_of, **sizes),
-        tolerance=_tolerance,
+        tolerance=partial(tolerances, ("output", "features", "depth_probs"), ("locations", "weights")),
         batched=(0, 1, 4, 5),
         checked_batches=(0,),
     )

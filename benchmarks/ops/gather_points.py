@@ -9,7 +9,7 @@ from torch import Tensor
 from visdet import ops
 from visdet.ops.gather_points import gather_points_reference
 
-from ..case import Case, Work, peer_of
+from ..case import Case, Work, peer_of, seeded
 
 __all__ = ["CASES"]
 
@@ -18,7 +18,7 @@ def _inputs(
     dtype: torch.dtype, device: torch.device, *, features: tuple[int, ...], indices: tuple[int, ...], N: int
 ) -> tuple[Tensor, ...]:
     """Return features, indices of N points, and for three of these each their weights."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     index = torch.randint(0, N, indices, generator=generator, dtype=torch.int32)
     weight = (torch.rand(indices, generator=generator).to(device, dtype),) if indices[-1] == 3 else ()
     return torch.randn(features, generator=generator).to(device, dtype), index.to(device), *weight

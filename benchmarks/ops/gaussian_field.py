@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from visdet.ops import gaussian_field, gaussian_field_reference
 
-from ..case import Case, Work, peer_of
+from ..case import Case, Work, peer_of, seeded
 
 # Number of points that the gate's reference computes at once. With 10^4 Gaussians, a tensor then takes half a gigabyte.
 CHUNK = 2000
@@ -19,7 +19,7 @@ def make_arguments(
     dtype: torch.dtype, device: torch.device, *, B: int, N: int, size: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return points and means that are uniform in the unit cube, factors of about ``size``, and weights."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     points = torch.rand(B, 3, generator=generator)
     means = torch.rand(N, 3, generator=generator)
     lower = 0.3 * size * torch.randn(N, 3, 3, generator=generator)

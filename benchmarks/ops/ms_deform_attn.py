@@ -11,7 +11,7 @@ from torch import Tensor
 from visdet.ops import ms_deform_attn, ms_deform_attn_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 
-from ..case import Call, Case, Peer, Work, peer_of
+from ..case import Call, Case, Peer, Work, peer_of, seeded, tolerances
 
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
@@ -22,12 +22,6 @@ OFFSET_PIXELS = 3.0  # standard deviation of a local sample around its query, in
 TEXEL_MARGIN = 1e-3  # distance of positions from texel centres, where the gradient of a location jumps
 # The L1 of one SM. If a level's map of one head and image fits into it, it is read at the rate of L1.
 L1_BYTES = 228 << 10
-
-# The sums are float32, and positions have an error of half an ulp of their pixel coordinate (4e-6 at width 134). The
-# error of plain torch in float32 is as large, up to 8e-6 on these cases. The output and the gradient of value are
-# rounded once to 16 bits, with a relative error of at most 2^-8 (bfloat16) or 2^-11 (float16).
-VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-COORDINATE_TOLERANCE = 2e-5
 
 
 def make_arguments(
@@ -48,7 +42,7 @@ def make_arguments(
     a standard deviation of 3 pixels of each level. Otherwise, samples are uniform in 0..1. Weights are a softmax over
     L * P. Only value has the dtype ``dtype``.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     level_shapes = torch.tensor(levels)
     S, L = int(level_shapes.prod(1).sum()), len(levels)
     size = level_shapes.flip(1).float()[:, None]  # [L, 1, 2] (width, height)
@@ -199,16 +193,6 @@ PEERS = (
 )
 
 
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    value = VALUE_TOLERANCE[dtype]
-    return {
-        "output": value,
-        "value": value,
-        "locations": COORDINATE_TOLERANCE,
-        "weights": COORDINATE_TOLERANCE,
-    }
-
-
 def case(
     name: str,
     B: int = 2,
@@ -233,7 +217,7 @@ def case(
         reference=ms_deform_attn_reference,
         differentiable={"value": 0, "locations": 3, "weights": 4},
         work=partial(work_of, **numbers),
-        tolerance=_tolerance,
+        tolerance=partial(tolerances, ("output", "value"), ("locations", "weights")),
         peers=PEERS,
         batched=(0, 3, 4),
         **others,

@@ -8,17 +8,14 @@ from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 
-from ..case import Case, peer_of
-from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
+from ..case import Case, peer_of, tolerances
+from .ms_deform_attn import PYRAMID, grid_sample_path, work_of
 from .ms_deform_attn import make_arguments as make_plain_arguments
 
 ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYRAMID, local=True)
 # Offsets are multiples of 1/64 pixel, and references lie between two of them. No position is therefore at a texel
 # centre, where the gradient of a location jumps, whatever dtype the offsets have.
 GRID = 64
-
-# Gradients of offsets and logits are rounded to the dtype of these tensors.
-ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 
 
 def make_arguments(
@@ -77,12 +74,7 @@ def _fused_case(name: str, references: int, **others: Any) -> Case:
         reference=ms_deform_attn_fused_reference,
         differentiable={"value": 0, "offsets": 4, "logits": 5},
         work=partial(work_of, **ENCODER),
-        tolerance=lambda dtype: {
-            "output": VALUE_TOLERANCE[dtype],
-            "value": VALUE_TOLERANCE[dtype],
-            "offsets": max(ROUNDING[dtype], COORDINATE_TOLERANCE),
-            "logits": max(ROUNDING[dtype], COORDINATE_TOLERANCE),
-        },
+        tolerance=partial(tolerances, ("output", "value", "offsets", "logits"), ()),
         peers=(
             peer_of("torch", partial(composed, sample=grid_sample_path), (0, 4, 5), _torch_memory),
             peer_of("composed", composed, (0, 4, 5)),

@@ -11,7 +11,7 @@ from visdet import ops
 from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
 
-from ..case import Case, Work, peer_of
+from ..case import Case, Work, peer_of, seeded
 
 __all__ = ["CASES"]
 
@@ -20,7 +20,7 @@ def _clouds(
     dtype: torch.dtype, device: torch.device, *, B: int, N: int, M: int | None = None
 ) -> tuple[Any, ...]:
     """Return points, and M centers, of a grid so coarse that their distances are not rounded."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     counts = (N,) if M is None else (N, M)
     clouds = [torch.randint(0, 512, (B, count, 3), generator=generator) / 64 for count in counts]
     return tuple(cloud.to(device, dtype) for cloud in clouds)

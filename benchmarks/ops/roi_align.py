@@ -7,7 +7,8 @@ import torch
 from visdet import ops
 from visdet.ops.roi_align import roi_align_reference
 
-from ..detection_inputs import random, seeded
+from ..case import seeded
+from ..detection_inputs import random
 from .detection import _case
 
 

@@ -7,7 +7,7 @@ import torch
 
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 
-from ..case import Case, Work, peer_of
+from ..case import Case, Work, peer_of, seeded
 
 VALUE_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -33,7 +33,7 @@ def make_arguments(
     Samples are uniform in -1.25..1.25, of which 64 % are in the image, or they are evenly spaced between two random
     points. They keep a tenth of a pixel from pixel centres, where their gradient jumps.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     size = torch.tensor([W, H], dtype=torch.float32)
     if epipolar:
         start, end = (torch.rand(B, Q, 1, 2, generator=generator) for _ in range(2))

@@ -3,7 +3,6 @@
 HiP-AD gets random images and targets on the scenes' poses. SparseDriveV2 gets random paths, speeds and target points.
 """
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .driving import Driving, write_infos
+from .driving import Driving, drawn_infos
 
 _DRAWN = {  # the targets of SparseDriveV2: their shapes and largest values
     "tp_near": ((2,), 30.0),
@@ -32,7 +31,7 @@ class HiPAD(Driving):
         return model
 
     def batches(self, work: Path, training: bool) -> Iterator[dict]:
-        infos = pickle.loads(write_infos(work).read_bytes())["infos"]
+        infos = drawn_infos(work)
         rng = np.random.default_rng(0)
         width, height = self.settings.input_shape
         for info in infos[:2]:

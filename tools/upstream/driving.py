@@ -102,8 +102,15 @@ class Driving:
         return model
 
     def infos(self, work: Path) -> Path:
-        """Return the path of the info file."""
-        return write_infos(work)
+        """Write the info file, with what the repository needs beside nuScenes' form, and return its path."""
+        infos = drawn_infos(work)
+        self.complete(infos)
+        path = work / "infos.pkl"
+        path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
+        return path
+
+    def complete(self, infos: list[dict]) -> None:
+        """Add what the repository needs beside nuScenes' form."""
 
     def batches(self, work: Path, training: bool) -> Iterator[dict]:
         """Yield batches of consecutive frames, by the repository's own data set and pipeline."""
@@ -190,8 +197,8 @@ def without_files(settings: Any, work: Path, anchors: dict) -> None:
             part[key] = str(path)
 
 
-def write_infos(work: Path) -> Path:
-    """Draw driving scenes in nuScenes' form, and return the path of an info file with absolute paths in it."""
+def drawn_infos(work: Path) -> list[dict]:
+    """Draw driving scenes in nuScenes' form, and return the infos of their frames, with absolute paths."""
     scenes = work / "scenes"
     make_driving_scenes(scenes, 1, 1, 1, num_frames=4, image_size=(900, 1600))
     infos = list(load_infos(scenes / "driving_infos_train.npz")[0])
@@ -205,6 +212,4 @@ def write_infos(work: Path) -> Path:
         info.update(
             prev=earlier["token"] if same else "", next="", can_bus=np.zeros(18)
         )  # for BEVFormer and MomAD
-    path = work / "infos.pkl"
-    path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
-    return path
+    return infos

@@ -1,21 +1,17 @@
 """SparseCoop's model of one vehicle, on the driving scenes in Griffin's form."""
 
-import pickle
-from pathlib import Path
-
 import numpy as np
 
-from .driving import Driving, write_infos
+from .driving import Driving
 
 
 class SparseCoop(Driving):
     """A model of four cameras, whose boxes have a velocity in three directions."""
 
-    def infos(self, work: Path) -> Path:
+    def complete(self, infos: list[dict]) -> None:
         from pyquaternion import Quaternion
 
-        content = pickle.loads(write_infos(work).read_bytes())
-        for info in content["infos"]:
+        for info in infos:
             info["gt_velocity"] = np.pad(info["gt_velocity"], ((0, 0), (0, 1)))
             info["gt_inds"] = info["instance_inds"]
             info["cams"] = dict(list(info["cams"].items())[:4])
@@ -23,6 +19,3 @@ class SparseCoop(Driving):
                 to_lidar = np.asarray(camera["sensor2lidar_rotation"])
                 camera["lidar2cam_rotation"] = list(Quaternion(matrix=to_lidar.T, rtol=1e-4, atol=1e-4))
                 camera["lidar2cam_translation"] = -to_lidar.T @ np.asarray(camera["sensor2lidar_translation"])
-        path = work / "griffin_infos.pkl"
-        path.write_bytes(pickle.dumps(content))
-        return path

@@ -1,11 +1,10 @@
 """MomAD, whose planning head asks nuScenes' tables which frame is a scene's first."""
 
 import importlib
-import pickle
 from pathlib import Path
 from typing import Any
 
-from .driving import Driving, write_infos
+from .driving import Driving, drawn_infos
 
 _CONFIGS = "projects.configs"
 _HEADS = "projects.mmdet3d_plugin.models.motion.motion_planning_head_"
@@ -25,8 +24,7 @@ class MomAD(Driving):
         super().imports()
 
     def build(self, work: Path, device: str, scale: float) -> Any:
-        infos = pickle.loads(write_infos(work).read_bytes())["infos"]
-        Tables.samples = {info["token"]: info for info in infos}
+        Tables.samples = {info["token"]: info for info in drawn_infos(work)}
         importlib.import_module(f"{_HEADS}roboAD").NuScenes = Tables
         return super().build(work, device, scale)
 
