@@ -5,7 +5,7 @@ import torch
 from entries import device, leaf  # noqa: F401
 
 from visdet import ops
-from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, mmcv_ext
+from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, gaussian_sq_ext, mmcv_ext
 from visdet.ops import furthest_point_sample, point_neighbours
 from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.mmcv.local_aggregate import local_aggregate, local_aggregate_prob
@@ -194,3 +194,25 @@ def test_local_aggregate(operator, ext):
     kept += 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
     given = ext.local_aggregate_backward(*kept, *results, *probability, *grads)
     torch.testing.assert_close(list(given), list(torch.autograd.grad(expected, inputs, grads)))
+
+
+def test_local_aggregate_of_superquadrics():
+    form = [torch.rand(4, 3).double() + 0.5, leaf(4, 9)]  # scales and rotations
+    means, opacities, u, v, semantics = (
+        leaf(4, 3),
+        leaf(4, 1),
+        *(torch.rand(2, 4, 1) + 0.5).double(),
+        leaf(4, 2),
+    )
+    inputs = [one.detach().requires_grad_() for one in (means, opacities, u, v, semantics, *form[::-1])]
+    means, opacities, u, v, semantics, rotations, scales = inputs
+    points, voxels = torch.rand(9, 3).double(), torch.zeros(9, 3).int()
+    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
+    arguments = points, voxels, means, centers, opacities, u, v, semantics, scales, rotations, radii, 2, 2, 2
+    expected = ops.local_aggregate_prob_sq(*arguments)
+    grads = [torch.randn_like(one) for one in expected]
+    count, *found = gaussian_sq_ext.local_aggregate(*arguments)
+    assert all(map(torch.equal, found[:3], expected))
+    kept = *found[4:], 2, 2, 2, count, means, points, voxels, scales, rotations, opacities, u, v, semantics
+    given = gaussian_sq_ext.local_aggregate_backward(*kept, *found[:4], *grads)
+    torch.testing.assert_close(given, torch.autograd.grad(expected, inputs, grads))

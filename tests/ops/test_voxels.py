@@ -29,6 +29,7 @@ from visdet.ops import (
     hard_voxelize,
     local_aggregate,
     local_aggregate_prob,
+    local_aggregate_prob_sq,
     voxel_pooling,
 )
 
@@ -182,36 +183,54 @@ def _draw_gaussians(draw: Draw) -> Problem:
     return linear_problem("semantics", given, "means3D", "opacities", "cov3D")
 
 
-def _aggregated(pts: Tensor, points_int: Tensor, **given: Any) -> Tensor:
-    means, cells, opacities, semantics, radii, cov3D = (
-        given[name] for name in ("means3D", "means3D_int", "opacities", "semantics", "radii", "cov3D")
-    )
+def _draw_superquadrics(draw: Draw) -> Problem:
+    problem = _draw_gaussians(draw)
+    dtype, G = problem.arguments.pop("cov3D").dtype, len(problem.arguments["means3D"])
+    form = {
+        "u": draw.place(draw.uniform(0.4, 2, G), dtype),
+        "v": draw.place(draw.uniform(0.4, 2, G), dtype),
+        "scales3D": draw.place(draw.uniform(0.5, 2, G, 3), dtype, can_expand=False),
+        "rot3D": draw.place(draw.uniform(-1, 1, G, 9), dtype, can_expand=False),
+    }
+    others = "means3D", "opacities", *form
+    return linear_problem("semantics", problem.arguments | form, *others)
+
+
+def _densities(pts: Tensor, points_int: Tensor, **given: Any) -> Tensor:  # [N, G]
+    """Return the densities of all pairs, which are 0 where a point is out of reach."""
+    means, cells, radii = (given[name] for name in ("means3D", "means3D_int", "radii"))
     ends = points_int.new_tensor([given[name] for name in "HWD"])
     is_inside = ((points_int >= 0) & (points_int < ends)).all(1)
     reach = radii.view(len(means), 3 if radii.dim() == 2 else 1)
     is_near = ((points_int[:, None] - cells).abs() <= reach).all(2) & is_inside[:, None]
-    apart, precision = pts[:, None] - means, _matrices(cov3D)
-    density = (-0.5 * torch.einsum("ngi,gij,ngj->ng", apart, precision, apart)).exp()
-    return (density * opacities * is_near) @ semantics
+    apart = pts[:, None] - means
+    if "cov3D" in given:
+        power = torch.einsum("ngi,gij,ngj->ng", apart, _matrices(given["cov3D"]), apart)
+    else:
+        u, v, rotation = given["u"], given["v"], given["rot3D"].view(-1, 3, 3)
+        turned = torch.einsum("gij,ngj->ngi", rotation, apart) / given["scales3D"]
+        x, y, z = turned.abs().unbind(2)
+        power = (x ** (2 / u) + y ** (2 / u)) ** (u / v) + z ** (2 / v)
+    return torch.where(is_near, (-0.5 * power).exp(), 0)
+
+
+def _aggregated(opacities: Tensor, semantics: Tensor, **given: Any) -> Tensor:
+    return (_densities(**given) * opacities) @ semantics
 
 
 def _matrices(cov3D: Tensor) -> Tensor:  # [G, 6] -> [G, 3, 3]
     return cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
 
 
-def _expected(opacities: Tensor, semantics: Tensor, cov3D: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Return the results by way of the plain sums."""
-
-    def summed(weights: Tensor, values: Tensor) -> Tensor:
-        return _aggregated(opacities=weights, semantics=values, cov3D=cov3D, **given)
-
-    weights = opacities * torch.linalg.det(_matrices(cov3D)).sqrt() / (2 * math.pi) ** 1.5
-    G, C = semantics.shape
-    ones = semantics.new_ones(G)
-    each = summed(ones, torch.eye(G).to(semantics))
-    total, means = summed(weights, ones[:, None]), summed(weights, semantics)
-    is_seen = total > 1e-9
-    means = torch.where(is_seen, means / torch.where(is_seen, total, 1), 1 / max(C - 1, 1))
+def _expected(opacities: Tensor, semantics: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """Return the results by way of the matrix of densities."""
+    each, weights, C = _densities(**given), opacities, semantics.shape[1]
+    if "cov3D" in given:
+        weights = weights * torch.linalg.det(_matrices(given["cov3D"])).sqrt() / (2 * math.pi) ** 1.5
+    total = (each @ weights)[:, None]
+    is_seen, unknown = total > 1e-9, semantics.new_full((C,), 1 / max(C - 1, 1))
+    unknown[-1:] = 0
+    means = torch.where(is_seen, (each * weights) @ semantics / torch.where(is_seen, total, 1), unknown)
     return means, 1 - (1 - each).prod(1), each.sum(1)
 
 
@@ -286,6 +305,13 @@ OPERATORS = (
         "local_aggregate_prob",
         local_aggregate_prob,
         _draw_gaussians,
+        _expected,
+        _bounds_of_gaussians,
+    ),
+    Operator(
+        "local_aggregate_prob_sq",
+        local_aggregate_prob_sq,
+        _draw_superquadrics,
         _expected,
         _bounds_of_gaussians,
     ),

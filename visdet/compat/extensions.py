@@ -8,7 +8,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
 * ``bev_pool_ext``, ``bev_pool_v2_ext``, ``voxel_layer``, ``voxel_pooling_ext`` and its two successors within a package
-  (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` and those of GaussianFormer-2
+  (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` and those of GaussianFormer-2 and
+  QuadricFormer
 * ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
 * ``detectron2._C`` (deformable convolution and rotated boxes), the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and
@@ -76,6 +77,7 @@ _WITHIN_PACKAGES = {
     "local_aggregate._C": "gaussian_ext",
     "local_aggregate_prob._C": "gaussian_prob_ext",
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
+    "local_aggregate_prob_sq._C": "gaussian_sq_ext",
     "utils.compiling_info": "mmdet_ext:compiling_info",
 }
 # The extensions of which a module has those functions that it declares for them.

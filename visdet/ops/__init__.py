@@ -41,7 +41,7 @@ from .mmcv.deform_conv_layers import (
     ModulatedDeformConv2dPack,
 )
 from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
-from .mmcv.local_aggregate import local_aggregate, local_aggregate_prob
+from .mmcv.local_aggregate import local_aggregate, local_aggregate_prob, local_aggregate_prob_sq
 from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
 from .mmcv.point_gathering import (
     assign_score_withk,
@@ -170,6 +170,7 @@ __all__ = [
     "knn",
     "local_aggregate",
     "local_aggregate_prob",
+    "local_aggregate_prob_sq",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",
