@@ -89,10 +89,14 @@ def test_two_halves_of_a_run_equal_the_whole(tmp_path):
     assert losses(whole)[20] < losses(whole)[1]
 
 
+def square() -> nn.Parameter:
+    return nn.Parameter(torch.ones(20, 20))
+
+
 @pytest.mark.parametrize("given", [{"ns_steps": 0}, {"min_size": None}, {"momentum": 1.0}])
 def test_wrong_arguments_are_named(given):
     with pytest.raises(ValueError, match=f"{next(iter(given))} must be"):
-        MuonWithAuxAdam([torch.nn.Parameter(torch.ones(20, 20))], **given)
+        MuonWithAuxAdam([square()], **given)
 
 
 def moved(optimizer, parameter) -> torch.Tensor:
@@ -105,14 +109,14 @@ def moved(optimizer, parameter) -> torch.Tensor:
 def test_matrices_are_maximized_where_all_others_are():
     ups_and_downs = []
     for maximize in (False, True):
-        matrix = torch.nn.Parameter(torch.ones(20, 20))
+        matrix = square()
         optimizer = MuonWithAuxAdam([matrix], lr=1e-2, weight_decay=0, maximize=maximize)
         ups_and_downs.append(moved(optimizer, matrix))
     assert ups_and_downs[0].abs().max() > 0 and torch.allclose(ups_and_downs[0], -ups_and_downs[1], atol=1e-6)
 
 
 def test_groups_have_values_of_their_own_which_copies_keep():
-    matrices = [torch.nn.Parameter(torch.ones(20, 20)) for _ in range(2)]
+    matrices = [square() for _ in range(2)]
     groups = [{"params": matrices[:1], "momentum": 0.5}, {"params": matrices[1:], "min_size": 30}]
     optimizer = MuonWithAuxAdam(groups, ns_steps=3)
     assert [group["momentum"] for group in copy.deepcopy(optimizer).param_groups] == [0.5, 0.95]
@@ -123,7 +127,7 @@ def test_groups_have_values_of_their_own_which_copies_keep():
 
 
 def test_states_of_adamw_and_of_earlier_versions_are_loaded():
-    matrix = torch.nn.Parameter(torch.ones(20, 20))
+    matrix = square()
     adamw = torch.optim.AdamW([matrix])
     moved(adamw, matrix)
     optimizer = MuonWithAuxAdam([matrix], momentum=0.5)

@@ -67,6 +67,13 @@ def train(work_dir: Path, resume: str | None = None, **options) -> DetRunner:
     return runner
 
 
+def error_of(work_dir: Path, **options) -> Exception:
+    """Return the error by which a run with these options ends."""
+    with pytest.raises(Exception) as caught:
+        build_runner(toy_config(work_dir, **options)).train()
+    return caught.value
+
+
 def losses(runner: DetRunner) -> dict[int, float]:
     """Return {iteration: loss} of a run."""
     return next(hook for hook in runner.hooks if isinstance(hook, RecordLosses)).losses

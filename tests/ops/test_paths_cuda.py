@@ -59,45 +59,51 @@ of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16],
 FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 plain_and_fused = pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
 
+
+def path_of(form):
+    """Return the path of an entry of FORMS or BACKWARD_FORMS, with which its name begins."""
+    return form.partition("-")[0]
+
+
 # Calls that need every form of the forward's kernels. C decides whether a row has 4, 8 or 16 lanes or single values. Q
 # decides whether a row has one, two or four sets of lanes. P and the levels decide whether the samples are one chunk or
 # several, and whether levels come by fours. Some forms are compiled for the sizes of most models. "tables" puts the
 # level tables on the GPU, where only the kernel reads them.
 FIVE_LEVELS = [(24, 30), (20, 26), *SMALL[1:]]
 FORMS = {
-    "decoder-C32": ("decoder", dict(Q=77)),
-    "decoder-C32-Q700": ("decoder", dict(Q=700)),
-    "decoder-C32-Q1500": ("decoder", dict(Q=1500)),
-    "decoder-C16": ("decoder", dict(Q=77, C=16)),
-    "decoder-C16-Q700": ("decoder", dict(Q=700, C=16)),
-    "decoder-C16-Q1500": ("decoder", dict(Q=1500, C=16)),
-    "decoder-C64": ("decoder", dict(Q=77, C=64)),
-    "decoder-C64-Q700": ("decoder", dict(Q=700, C=64)),
-    "decoder-K12": ("decoder", dict(Q=77, shapes=SMALL[:3])),
-    "decoder-K20-Q700": ("decoder", dict(Q=700, shapes=FIVE_LEVELS)),
-    "decoder-K20-Q1500": ("decoder", dict(Q=1500, shapes=FIVE_LEVELS)),
-    "decoder-K32": ("decoder", dict(Q=77, P=8)),
-    "decoder-tables": ("decoder", dict(Q=77, tables=True)),
-    "encoder-K16": ("encoder", dict(Q=None)),
-    "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
-    "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),
-    "encoder-K4": ("encoder", dict(Q=None, shapes=SMALL[:1], dtype=torch.float32)),
-    "encoder-G3": ("encoder", dict(Q=None, G=3)),
-    "encoder-C16": ("encoder", dict(Q=None, C=16)),
-    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
-    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
-    "rows-C16": ("rows", dict(Q=301, C=16)),
-    "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),
-    "rows-C32": ("rows", dict(Q=301)),
-    "rows-C32-P3": ("rows", dict(Q=301, P=3)),
-    "rows-C40": ("rows", dict(Q=301, G=4, C=40)),
-    "rows-C64": ("rows", dict(Q=301, C=64)),
-    "rows-C64-P3": ("rows", dict(Q=301, C=64, P=3)),
-    "rows-C128": ("rows", dict(Q=301, G=2, C=128)),
-    "rows-C260": ("rows", dict(Q=301, G=2, C=260)),
-    "rows-C31": ("rows", dict(Q=30, G=2, C=31)),
-    "rows-float64": ("rows", dict(Q=301, dtype=torch.float64)),
-    "rows-tables": ("rows", dict(Q=301, tables=True)),
+    "decoder-C32": dict(Q=77),
+    "decoder-C32-Q700": dict(Q=700),
+    "decoder-C32-Q1500": dict(Q=1500),
+    "decoder-C16": dict(Q=77, C=16),
+    "decoder-C16-Q700": dict(Q=700, C=16),
+    "decoder-C16-Q1500": dict(Q=1500, C=16),
+    "decoder-C64": dict(Q=77, C=64),
+    "decoder-C64-Q700": dict(Q=700, C=64),
+    "decoder-K12": dict(Q=77, shapes=SMALL[:3]),
+    "decoder-K20-Q700": dict(Q=700, shapes=FIVE_LEVELS),
+    "decoder-K20-Q1500": dict(Q=1500, shapes=FIVE_LEVELS),
+    "decoder-K32": dict(Q=77, P=8),
+    "decoder-tables": dict(Q=77, tables=True),
+    "encoder-K16": dict(Q=None),
+    "encoder-K12": dict(Q=None, shapes=SMALL[:3]),
+    "encoder-K20": dict(Q=None, shapes=FIVE_LEVELS),
+    "encoder-K4": dict(Q=None, shapes=SMALL[:1], dtype=torch.float32),
+    "encoder-G3": dict(Q=None, G=3),
+    "encoder-C16": dict(Q=None, C=16),
+    "encoder-C64": dict(Q=None, G=4, C=64),
+    "encoder-tables": dict(Q=None, tables=True),
+    "rows-C16": dict(Q=301, C=16),
+    "rows-C16-P3": dict(Q=301, C=16, P=3),
+    "rows-C32": dict(Q=301),
+    "rows-C32-P3": dict(Q=301, P=3),
+    "rows-C40": dict(Q=301, G=4, C=40),
+    "rows-C64": dict(Q=301, C=64),
+    "rows-C64-P3": dict(Q=301, C=64, P=3),
+    "rows-C128": dict(Q=301, G=2, C=128),
+    "rows-C260": dict(Q=301, G=2, C=260),
+    "rows-C31": dict(Q=30, G=2, C=31),
+    "rows-float64": dict(Q=301, dtype=torch.float64),
+    "rows-tables": dict(Q=301, tables=True),
 }
 
 
@@ -106,13 +112,12 @@ FORMS = {
 @plain_and_fused
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_forward(form, make, dtype):
-    path, sizes = FORMS[form]
-    sizes = {"shapes": SMALL, "dtype": dtype, "tables": False, **sizes}
+    sizes = {"shapes": SMALL, "dtype": dtype, "tables": False, **FORMS[form]}
     tables, dtype = sizes.pop("tables"), sizes["dtype"]
     given = make(**sizes, device="cpu")
     if tables:
         given["level_shapes"] = torch.tensor(sizes["shapes"])
-    with choose_only("ms_deform_attn", path):
+    with choose_only("ms_deform_attn", path_of(form)):
         assert_matches(FUNCTIONS[make], given, dtype)
 
 
@@ -120,8 +125,7 @@ def test_every_form_of_the_forward(form, make, dtype):
 @of_two_types
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_forward_is_served_on_an_h200(form, dtype):
-    path, sizes = FORMS[form]
-    sizes = {"shapes": SMALL, "dtype": dtype, **sizes}
+    path, sizes = path_of(form), {"shapes": SMALL, "dtype": dtype, **FORMS[form]}
     sizes.pop("tables", None)
     with choose_only("ms_deform_attn", path):
         for make, function in FUNCTIONS.items():
@@ -182,69 +186,68 @@ def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
 # - one texel: bins that are too large for shared memory; 256 levels: more bins than a block counts there.
 # "tables" puts the level tables on the GPU, where only kernels read them.
 BACKWARD_FORMS = {
-    "strips-C16": ("strips", dict(Q=77, C=16)),
-    "strips-C32": ("strips", dict(Q=77)),
-    "strips-C30": ("strips", dict(Q=77, C=30)),
-    "strips-C64": ("strips", dict(Q=77, G=4, C=64)),
-    "strips-C100": ("strips", dict(Q=77, G=2, C=100)),
-    "strips-P3": ("strips", dict(Q=77, G=2, P=3)),
-    "strips-P60": ("strips", dict(Q=21, G=2, P=60)),
-    "strips-one-row": ("strips", dict(Q=77, shapes=[(1, 40), (20, 1), (1, 1)])),
-    "strips-wide": ("strips", dict(Q=77, G=3, shapes=[(2, 700), (9, 11)])),
-    "strips-dense": ("strips", dict(Q=300, G=2, shapes=[(3, 4), (2, 2)])),
-    "strips-one-texel": ("strips", dict(Q=300, G=2, shapes=[(1, 1)])),
-    "strips-float16": ("strips", dict(Q=77, dtype=torch.float16)),
-    "direct-C16": ("direct", dict(Q=77, C=16)),
-    "direct-C32": ("direct", dict(Q=77)),
-    "direct-C30": ("direct", dict(Q=77, C=30)),
-    "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
-    "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
-    "direct-C160": ("direct", dict(Q=77, G=2, C=160)),
-    "direct-float16": ("direct", dict(Q=77, dtype=torch.float16)),
-    "direct-tables": ("direct", dict(Q=77, tables=True)),
-    "encoder-C1": ("encoder", dict(Q=None, C=1)),
-    "encoder-C16": ("encoder", dict(Q=None, C=16)),
-    "encoder-C32": ("encoder", dict(Q=None)),
-    "encoder-C31": ("encoder", dict(Q=None, G=4, C=31)),
-    "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
-    "encoder-P3": ("encoder", dict(Q=None, P=3)),
-    "encoder-P9": ("encoder", dict(Q=None, P=9)),
-    "encoder-one-row": ("encoder", dict(Q=None, shapes=[(1, 40), (20, 1), (1, 1)])),
-    "encoder-float16": ("encoder", dict(Q=None, dtype=torch.float16)),
-    "encoder-tables": ("encoder", dict(Q=None, tables=True)),
-    "sorted-C1": ("sorted", dict(Q=301, G=4, C=1)),
-    "sorted-C31": ("sorted", dict(Q=301, G=4, C=31)),
-    "sorted-C32": ("sorted", dict(Q=301)),
-    "sorted-C40": ("sorted", dict(Q=301, G=4, C=40)),
-    "sorted-C96": ("sorted", dict(Q=301, G=2, C=96)),
-    "sorted-K600": ("sorted", dict(Q=21, G=2, P=150)),
-    "sorted-dense": ("sorted", dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)])),
-    "sorted-one-texel": ("sorted", dict(Q=3000, G=2, shapes=[(1, 1)])),
-    "sorted-256-levels": ("sorted", dict(Q=5, B=1, G=1, C=4, P=1, shapes=[(8, 16)] * 256, tables=True)),
-    "sorted-float16": ("sorted", dict(Q=301, dtype=torch.float16)),
-    "sorted-float64": ("sorted", dict(Q=301, C=33, dtype=torch.float64)),
-    "sorted-tables": ("sorted", dict(Q=301, tables=True)),
+    "strips-C16": dict(Q=77, C=16),
+    "strips-C32": dict(Q=77),
+    "strips-C30": dict(Q=77, C=30),
+    "strips-C64": dict(Q=77, G=4, C=64),
+    "strips-C100": dict(Q=77, G=2, C=100),
+    "strips-P3": dict(Q=77, G=2, P=3),
+    "strips-P60": dict(Q=21, G=2, P=60),
+    "strips-one-row": dict(Q=77, shapes=[(1, 40), (20, 1), (1, 1)]),
+    "strips-wide": dict(Q=77, G=3, shapes=[(2, 700), (9, 11)]),
+    "strips-dense": dict(Q=300, G=2, shapes=[(3, 4), (2, 2)]),
+    "strips-one-texel": dict(Q=300, G=2, shapes=[(1, 1)]),
+    "strips-float16": dict(Q=77, dtype=torch.float16),
+    "direct-C16": dict(Q=77, C=16),
+    "direct-C32": dict(Q=77),
+    "direct-C30": dict(Q=77, C=30),
+    "direct-C64": dict(Q=77, G=4, C=64),
+    "direct-C100": dict(Q=77, G=2, C=100),
+    "direct-C160": dict(Q=77, G=2, C=160),
+    "direct-float16": dict(Q=77, dtype=torch.float16),
+    "direct-tables": dict(Q=77, tables=True),
+    "encoder-C1": dict(Q=None, C=1),
+    "encoder-C16": dict(Q=None, C=16),
+    "encoder-C32": dict(Q=None),
+    "encoder-C31": dict(Q=None, G=4, C=31),
+    "encoder-C64": dict(Q=None, G=4, C=64),
+    "encoder-P3": dict(Q=None, P=3),
+    "encoder-P9": dict(Q=None, P=9),
+    "encoder-one-row": dict(Q=None, shapes=[(1, 40), (20, 1), (1, 1)]),
+    "encoder-float16": dict(Q=None, dtype=torch.float16),
+    "encoder-tables": dict(Q=None, tables=True),
+    "sorted-C1": dict(Q=301, G=4, C=1),
+    "sorted-C31": dict(Q=301, G=4, C=31),
+    "sorted-C32": dict(Q=301),
+    "sorted-C40": dict(Q=301, G=4, C=40),
+    "sorted-C96": dict(Q=301, G=2, C=96),
+    "sorted-K600": dict(Q=21, G=2, P=150),
+    "sorted-dense": dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)]),
+    "sorted-one-texel": dict(Q=3000, G=2, shapes=[(1, 1)]),
+    "sorted-256-levels": dict(Q=5, B=1, G=1, C=4, P=1, shapes=[(8, 16)] * 256, tables=True),
+    "sorted-float16": dict(Q=301, dtype=torch.float16),
+    "sorted-float64": dict(Q=301, C=33, dtype=torch.float64),
+    "sorted-tables": dict(Q=301, tables=True),
 }
 
 
 def backward_form(name, make, dtype, device):
     """Return the path of an entry of BACKWARD_FORMS, its arguments on a device and the type of its values."""
-    path, sizes = BACKWARD_FORMS[name]
-    sizes = dict(B=2, shapes=SMALL, dtype=dtype) | sizes
+    sizes = dict(B=2, shapes=SMALL, dtype=dtype) | BACKWARD_FORMS[name]
     tables = sizes.pop("tables", False)
     given = make(**sizes, device=device)
     if tables:
         shapes = torch.tensor(sizes["shapes"])
         given["level_shapes"] = shapes.to(device)
         given["level_starts"] = (shapes.prod(1).cumsum(0) - shapes.prod(1)).to(device)
-    return path, given, sizes["dtype"]
+    return path_of(name), given, sizes["dtype"]
 
 
 # The fused function names at most 16 levels.
 FORM_CASES = [
     pytest.param(make, name, id=f"{'plain' if make is attention else 'fused'}-{name}")
     for make in FUNCTIONS
-    for name, (_, sizes) in BACKWARD_FORMS.items()
+    for name, sizes in BACKWARD_FORMS.items()
     if make is attention or len(sizes.get("shapes", SMALL)) <= 16
 ]
 
