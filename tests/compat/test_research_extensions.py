@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import grid_sample
 
-from visdet.compat import dcnv4_ext, extensions
+from visdet.compat import dcnv4_ext, dfa3d_ext, extensions
 from visdet.ops import ms_deform_attn_reference
 
 
@@ -149,3 +149,39 @@ def test_places_in_groups_count_equal_numbers_before(provide):
     provide("ingroup_inds_cuda").forward(groups, out)
     assert out.tolist() == [0, 0, 1, 2, 0, 1]
     provide("ingroup_inds_cuda").forward(groups[:0], out[:0])
+
+
+def test_attention_with_depth_is_that_to_a_volume():
+    """Features times the numbers of their depths are a volume, of which grid_sample takes the samples."""
+    ext, generator = dfa3d_ext, torch.Generator().manual_seed(0)
+    sizes, starts = [(3, 4, 5), (2, 6, 4)], torch.tensor([0, 12])
+    shapes, (B, Q, G, P, C) = torch.tensor(sizes), (2, 7, 2, 3, 4)
+
+    def draw(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    value, numbers, weights = draw(B, 24, G, C), draw(B, 24, G, 5), draw(B, Q, G, 2, P)
+    locations = draw(B, Q, G, 2, P, 3) * 1.6 - 0.3
+
+    def expected(value, numbers, locations, weights):
+        total = 0
+        for level, (H, W, D) in enumerate(sizes):
+            rows = slice(starts[level], starts[level] + H * W)
+            volume = torch.einsum("bsgc,bsgd->bgcds", value[:, rows], numbers[:, rows, :, :D])
+            grid = 2 * locations[:, :, :, level].transpose(1, 2).reshape(B * G, Q, P, 1, 3) - 1
+            samples = grid_sample(volume.reshape(B * G, C, D, H, W), grid, align_corners=False)
+            samples = samples.view(B, G, C, Q, P).permute(0, 3, 1, 4, 2)
+            total = total + (samples * weights[:, :, :, level, :, None]).sum(3)
+        return total.flatten(2)
+
+    out, grad_output, grads = gradients_of(expected, value, numbers, locations, weights)
+    scores = ext.ms_depth_score_sample_forward(numbers, shapes, starts, locations, im2col_step=64)
+    given = value, shapes[:, :2], starts, locations[..., :2], weights, scores
+    torch.testing.assert_close(ext.wms_deform_attn_forward(*given, im2col_step=64), out)
+    found = [torch.zeros_like(one) for one in (value, locations[..., :2], weights, scores)]
+    ext.wms_deform_attn_backward(*given, grad_output, *found, im2col_step=64)
+    of_numbers, of_locations = torch.zeros_like(numbers), torch.zeros_like(locations)
+    ext.ms_depth_score_sample_backward(numbers, shapes, starts, locations, found[3], of_numbers, of_locations)
+    assert not of_locations[..., :2].any()
+    of_locations[..., :2] = found[1]
+    torch.testing.assert_close((found[0], of_numbers, of_locations, found[2]), grads)

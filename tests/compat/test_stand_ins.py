@@ -83,6 +83,7 @@ def test_functions_that_are_not_provided_fail_when_called(name, function, make_p
         ("local_aggregate_prob", "_C", "local_aggregate_backward"),
         ("head.local_aggregate_prob_fast", "_C", "local_aggregate"),
         ("local_aggregate_prob_sq", "_C", "local_aggregate"),
+        ("dfa3D", "_ext", "wms_deform_attn_forward"),
     ],
 )
 def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):

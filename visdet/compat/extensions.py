@@ -4,7 +4,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
 
 * ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
 * ``groundingdino._C`` (GroundingDINO from its repository), ``detrex._C`` (detrex) and ``adet._C`` (AdelaiDet)
-* ``DCNv3`` (InternImage), ``DCNv4.ext``, ``dcnv4._C`` and ``GeometricKernelAttention`` (MapTR)
+* ``DCNv3`` (InternImage), ``DCNv4.ext``, ``dcnv4._C``, ``GeometricKernelAttention`` (MapTR) and
+  ``dfa3D._ext`` (DFA3D)
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
 * ``bev_pool_ext``, ``bev_pool_v2_ext``, ``voxel_layer``, ``voxel_pooling_ext`` and its two successors within a package
@@ -63,6 +64,7 @@ _WITHIN_PACKAGES = {
     "groundingdino._C": "msda_ext",
     "DCNv4.ext": "dcnv4_ext",
     "dcnv4._C": "dcnv4_ext",
+    "dfa3D._ext": "dfa3d_ext",
     "deformable_aggregation_ext": "aggregation_ext",
     "deformable_aggregation_ext_a800": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
