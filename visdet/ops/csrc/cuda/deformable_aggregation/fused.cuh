@@ -127,46 +127,30 @@ __device__ __forceinline__ void for_visible(const Pack<A, 2>* locations, const F
   }
 }
 
-// Called by all threads of a block: the sum over the block of each of the K numbers of a share, in a fixed order.
-// shared [kMaxWarps + 1][kColumns] may be written again after the next __syncthreads().
-template <int K, typename A>
-__device__ __forceinline__ void sum_block(A (&values)[K], int width, A (&shared)[kMaxWarps + 1][kColumns<K>]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = width * K;
-  sum_lanes(values, width);
+// Called by all threads of a block: combines each of the K numbers of a share over the block, in a fixed order, by f,
+// which is associative and commutative up to rounding.
+template <int K, typename A, typename F>
+__device__ __forceinline__ void combine_block(A (&values)[K], int width, A (&shared)[kMaxWarps][kColumns<K>],
+                                              const F& f) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % width * K;
+#pragma unroll
+  for (int k = 0; k < K; ++k) values[k] = reduce_lanes(values[k], f, width);
   if (lane < width) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) shared[warp][lane * K + k] = values[k];
-  }
-  __syncthreads();
-  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-    A sum = 0;
-    for (int w = 0; w < blockDim.x / 32; ++w) sum += shared[w][c];
-    shared[kMaxWarps][c] = sum;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < K; ++k) values[k] = shared[kMaxWarps][lane % width * K + k];
-}
-
-// The same of maxima; NaN is ignored.
-template <int K, typename A>
-__device__ __forceinline__ void max_block(A (&values)[K], int width, A (&shared)[kMaxWarps + 1][kColumns<K>]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int k = 0; k < K; ++k) values[k] = max_lanes(values[k], width);
-  if (lane < width) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) shared[warp][lane * K + k] = values[k];
+    for (int k = 0; k < K; ++k) shared[warp][column + k] = values[k];
   }
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    for (int w = 0; w < blockDim.x / 32; ++w) {
-      const A other = shared[w][lane % width * K + k];
-      values[k] = other > values[k] ? other : values[k];
-    }
+    values[k] = shared[0][column + k];
+    for (int w = 1; w < blockDim.x / 32; ++w) values[k] = f(values[k], shared[w][column + k]);
   }
-  __syncthreads();
+  __syncthreads();  // shared may be written again
+}
+
+template <typename A>
+__device__ __forceinline__ A sum_of(A a, A b) {
+  return a + b;
 }
 
 // A block owns a query. Its threads first project the points into the cameras. Then each computes maximum and sum of
@@ -179,7 +163,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                    const TL* __restrict__ logits, const TL* __restrict__ camera_logits, const bool* __restrict__ keep,
                    A keep_scale, Pack<A, 2>* __restrict__ locations, A* __restrict__ weights, A* __restrict__ stats,
                    const FusedSizes sizes) {
-  __shared__ A shared[kMaxWarps + 1][kColumns<K>];
+  __shared__ A shared[kMaxWarps][kColumns<K>];
   __shared__ int listed[kMaxWarps][32];
   const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G, pairs = P * V;
   const int64_t query = blockIdx.x, b = query / sizes.Q;
@@ -219,10 +203,10 @@ __global__ void __launch_bounds__(kMaxThreads)
     A own[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) own[k] = most[k];
-    max_block(most, sizes.width, shared);
+    combine_block(most, sizes.width, shared, [](A a, A b) { return b > a ? b : a; });
 #pragma unroll
     for (int k = 0; k < K; ++k) sum[k] *= exp(own[k] - most[k]);
-    sum_block(sum, sizes.width, shared);
+    combine_block(sum, sizes.width, shared, sum_of<A>);
     A reciprocal[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) reciprocal[k] = 1 / sum[k];
@@ -232,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) reciprocal[k] *= keep_scale;
-    // The barriers of max_block are also those after which all locations are written.
+    // The barriers of combine_block are also those after which all locations are written.
     for_visible(my_locations, sizes, listed[threadIdx.x / 32], [&](int pair, int l) {
       const int p = pair / V, v = pair - p * V;
       const int64_t j = (static_cast<int64_t>(l) * P + p) * G + mine.g;
@@ -243,7 +227,6 @@ __global__ void __launch_bounds__(kMaxThreads)
       for (int k = 0; k < K; ++k) x[k] = exp(x[k] - most[k]) * reciprocal[k];
       if (mine.is_active) store_pack(weights + ((query * pairs + pair) * L + l) * G + mine.g, x);
     });
-    __syncthreads();  // shared may be written again
   }
 }
 
@@ -258,7 +241,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                   const Pack<A, 2>* __restrict__ grad_locations, const A* __restrict__ grad_weights,
                   A* __restrict__ grad_key_points, TL* __restrict__ grad_logits, A* __restrict__ grad_pairs,
                   const FusedSizes sizes) {
-  __shared__ A shared[kMaxWarps + 1][kColumns<K>];
+  __shared__ A shared[kMaxWarps][kColumns<K>];
   __shared__ int listed[kMaxWarps][32];
   const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G, pairs = P * V, lane = threadIdx.x % 32;
   const int64_t query = blockIdx.x, b = query / sizes.Q;
@@ -299,7 +282,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
       for (int k = 0; k < K; ++k) dot[k] += weight[k] * grad[k];
     });
-    sum_block(dot, sizes.width, shared);
+    combine_block(dot, sizes.width, shared, sum_of<A>);
     A most[K], reciprocal[K];
     load_pack<A>(stats + query * 2 * G + mine.g, most);
     load_pack<A>(stats + (query * 2 + 1) * G + mine.g, reciprocal);
@@ -329,7 +312,6 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
       if (sizes.has_camera) store_pack(grad_logits + query * stride + j, sum);
     }
-    __syncthreads();  // shared may be written again
   }
 }
 
