@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
-from tiny_detr import BATCH, VARIANTS, batch, config, started
+from mmengine.optim import OptimWrapper
+from tiny_detr import BATCH, STEPS, VARIANTS, batch, batches, config, started, train
 from torch.distributions import MultivariateNormal, kl_divergence
 from training_steps import backward, without_gradient
 
+from visdet.engine import AmpOptimWrapper
+from visdet.engine.graphs.methods import GraphedLoss
 from visdet.models import RotatedBoxCoder, UprightBoxCoder
 from visdet.models.boxes import cxcywh_to_xyxy
 from visdet.models.layers import MultiScaleDeformableAttention
@@ -240,6 +243,21 @@ def test_a_step_reaches_every_parameter(variant, loss_iou):
     found = model.eval()(images, samples, mode="predict")[1].pred_instances
     assert found.bboxes.shape == (5, 5) and found.bboxes.isfinite().all()
     assert ((found.bboxes[:, 4] >= -math.pi / 2) & (found.bboxes[:, 4] < math.pi / 2)).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+@pytest.mark.parametrize(("wrapper", "tolerance"), [(OptimWrapper, 1e-3), (AmpOptimWrapper, 3e-2)])
+def test_replayed_steps_are_eager_steps(loss_iou, wrapper, tolerance):
+    data = batches()
+    for sample in (sample for one in data for sample in one["data_samples"]):
+        sample.gt_instances.bboxes = drawn(len(sample.gt_instances)).cuda()
+    eager, graphed = (build("dino", loss_iou=loss_iou).cuda().train() for _ in range(2))
+    expected = train(eager, wrapper, data=data)
+    graphs = GraphedLoss(graphed)
+    losses = train(graphed, wrapper, graphs, data=data)
+    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -110,15 +110,15 @@ def batches():
     return found
 
 
-def train(model, wrapper, graphs=None, steps=STEPS, **options):
+def train(model, wrapper, graphs=None, steps=STEPS, data=None, **options):
     """Return the losses of training steps, as the runner makes them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     wrapper = wrapper(optimizer, clip_grad={"max_norm": 1.0}, **options)
     wrapper.initialize_count_status(model, 0, steps)
     torch.manual_seed(5)
     losses = []
-    for data in batches()[:steps]:
-        losses.append(step_of(StagedModel(model, graphs and {"loss": graphs}), wrapper, data))
+    for one in (data or batches())[:steps]:
+        losses.append(step_of(StagedModel(model, graphs and {"loss": graphs}), wrapper, one))
     return torch.stack(losses)
 
 

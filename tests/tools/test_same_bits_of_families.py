@@ -21,8 +21,8 @@ NO_VALIDATION = (
 )
 
 
-def small_shapes(folder, base):
-    root = f"{make_shapes(folder / 'shapes', **GENERATOR)}/"
+def small_shapes(folder, base, **generator):
+    root = f"{make_shapes(folder / 'shapes', **GENERATOR, **generator)}/"
     config = folder / "small_shapes.py"
     config.write_text(SHAPES.format(base=str(ROOT / f"configs/{base}.py"), root=root, generator=GENERATOR))
     return config
@@ -31,6 +31,7 @@ def small_shapes(folder, base):
 FAMILIES = {
     "deformable_detr": lambda folder: small_shapes(folder, "deformable_detr/deformable-detr_shapes"),
     "dino": lambda folder: small_shapes(folder, "dino/dino_shapes"),
+    "rotated_dino": lambda folder: small_shapes(folder, "rotated_dino/rotated-dino_shapes", rotated=True),
     "sparsedrive-1": lambda folder: small_config(folder, 1),
     "sparsedrive-2": lambda folder: small_config(folder, 2, load_from=None),
 }
@@ -40,7 +41,9 @@ pytestmark = pytest.mark.usefixtures("deterministic_for_a_test")
 
 
 @pytest.mark.parametrize("iterations", [2, pytest.param(100, marks=pytest.mark.cuda)], ids=["short", "cuda"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.cuda] * (name == "rotated_dino")) for name in FAMILIES]
+)
 def test_two_runs_are_equal(family, iterations, tmp_path, monkeypatch, capsys):
     config = FAMILIES[family](tmp_path)
     options = (
