@@ -375,6 +375,6 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         return metrics, len(metric.classwise_results)
 
     # A sampler repeats an image, so that both processes have as many. Planned batches have it anywhere.
-    found = in_two_processes(share, ([0, 2, 4], [0, 1, 3]), tmp_path / "store")
+    found = in_two_processes(share, ([0, 2, 4], [0, 1, 3]), tmp_path / "store", "fork")
     assert 0 < expected["coco/bbox_mAP"] < 1
     assert found == [(expected, 2), (expected, 0)]

@@ -34,7 +34,7 @@ def count(tokens):
 
 
 def test_processes_with_unequal_numbers_of_frames(tmp_path):
-    found = in_two_processes(count, (["a", "b", "c", "d"], ["e", "a"]), tmp_path / "store")
+    found = in_two_processes(count, (["a", "b", "c", "d"], ["e", "a"]), tmp_path / "store", "fork")
     assert found == [{"count/frames": 5, "count/distinct": 5}] * 2
 
 

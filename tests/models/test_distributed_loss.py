@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from mmengine.structures import InstanceData
-from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import assert_same_gradients, in_two_processes, values
 
-from visdet.engine.process.process_group import leave_process_group
 from visdet.models import DeformableDETRHead
 from visdet.models.deformable_detr.decoder_start import DecoderStart
 from visdet.models.matching import PaddedTargets
@@ -44,33 +42,20 @@ def losses(model, num_objects):
     return model(torch.randn(1, 1, QUERIES, 8), [torch.rand(1, QUERIES, 4)], [sample])
 
 
-def run_process(rank, file):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    train(rank, file)
-    leave_process_group()
-
-
-def train(rank, file):
-    num_objects = 3 if rank == 0 else 0
+def train(num_objects):
     alone = losses(Head(), num_objects)  # collective too: both processes come by
     model = DistributedDataParallel(Head())
     together = losses(model, num_objects)
     sum(together.values()).backward()
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    other = gradient.clone()
-    dist.broadcast(other, src=0)
-    assert torch.equal(gradient, other)
-    assert gradient.any()
+    assert_same_gradients(parameter.grad for parameter in model.parameters())
     for name, loss in together.items():
         torch.testing.assert_close(loss, alone[name])
-    torch.save({name: loss.item() for name, loss in together.items()}, f"{file}.{rank}")
+    return values(together)
 
 
 @pytest.mark.timeout(120)
 def test_one_process_without_objects(tmp_path):
-    file = tmp_path / "store"
-    torch.multiprocessing.start_processes(run_process, args=(str(file),), nprocs=2, start_method="forkserver")
-    with_objects, without = (torch.load(f"{file}.{rank}") for rank in (0, 1))
+    with_objects, without = in_two_processes(train, (3, 0), tmp_path / "store")
     mean_objects = 1.5
     for name, loss in losses(Head(), 3).items():  # one process divides by its own 3 objects
         assert with_objects[name] == pytest.approx(loss.item() * 3 / mean_objects, rel=1e-5)

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_driving import frame, tiny_model
-from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import assert_same_gradients, in_two_processes, values
 
-from visdet.engine.process.process_group import leave_process_group
 from visdet.engine.stages import StagedModel
 
 COUNTS = (4, 0)
@@ -18,33 +16,20 @@ def losses_of(model, count, mode="loss"):
     return model(*frame([0.0], num_boxes=[count], num_lines=[count and 3]), mode=mode)
 
 
-def run_process(rank, file):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    train(rank, file)
-    leave_process_group()
-
-
-def train(rank, file):
+def train(count):
     model = DistributedDataParallel(tiny_model().train(), broadcast_buffers=False)
     staged = StagedModel(model)
     for _ in range(2):  # the second frame fails if a gradient of the first was missing
-        losses = losses_of(model, COUNTS[rank], staged.losses)
+        losses = losses_of(model, count, staged.losses)
         model.zero_grad()
         sum(losses.values()).backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-    other = gradient.clone()
-    dist.broadcast(other, src=0)
-    assert torch.equal(gradient, other) and gradient.any()
-    first = losses_of(model, COUNTS[rank])
-    torch.save({name: loss.item() for name, loss in first.items()}, f"{file}.{rank}")
+    assert_same_gradients(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
+    return values(losses_of(model, count))
 
 
 @pytest.mark.timeout(240)
 def test_one_process_without_objects(tmp_path):
-    file = tmp_path / "store"
-    torch.multiprocessing.start_processes(run_process, args=(str(file),), nprocs=2, start_method="forkserver")
-    together = [torch.load(f"{file}.{rank}") for rank in (0, 1)]
+    together = in_two_processes(train, COUNTS, tmp_path / "store")
     assert list(together[0]) == list(together[1])
     alone = losses_of(tiny_model().train(), COUNTS[0])
     for name, loss in alone.items():
