@@ -50,7 +50,7 @@ def weights(model):
 
 
 @torch.no_grad()
-def check_hooks(model, run, unused=()):
+def check_hooks(model, run, unused):
     """A hook on each module is called, and hooks change no number."""
     expected, called = run(model), set()
     names = {module: name for name, module in model.named_modules()}
@@ -138,3 +138,31 @@ def check_quantised_weights(model, run):
             changed += 1
     assert changed
     assert_same(found, run(plain))
+
+
+CHECKS = {
+    "hooks": check_hooks,
+    "parametrisations": check_parametrisations,
+    "pruning": check_pruning,
+    "adapters": check_adapters,
+    "quantised": check_quantised_weights,
+}
+
+
+def check_layers(check, model, run, unused, shared=()):
+    """Run a check. What no prediction calls is ``unused``, and ``shared`` what peft would adapt by half."""
+    arguments = {"hooks": (unused,), "adapters": (adaptable(model, (*unused, *shared)),)}
+    CHECKS[check](model, run, *arguments.get(check, ()))
+
+
+def adaptable(model, left_out):
+    """Return the names of the layers that peft can adapt."""
+    kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention, nn.Embedding)
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, kinds)
+        and getattr(layer, "groups", 1) == 1
+        and not name.startswith(left_out)
+        and not name.endswith("attn.out_proj")
+    ]

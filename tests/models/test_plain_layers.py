@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from plain_layers import (
-    check_adapters,
-    check_hooks,
-    check_parametrisations,
-    check_pruning,
-    check_quantised_weights,
-)
+from plain_layers import CHECKS, check_layers
 from tiny_detr import VARIANTS, batch, build
 from torch import nn
 
@@ -42,43 +36,16 @@ def case(family):
     return build(family).eval(), lambda model: model(images, samples, mode="tensor")
 
 
-FAMILIES = [*MODULES, *VARIANTS]
+FAMILIES = {check: [*MODULES, *VARIANTS] for check in CHECKS} | {
+    "quantised": ["ffn", "swin", "two_stage", "dino"]
+}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hooks(family):
-    check_hooks(*case(family), UNUSED)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parametrisations(family):
-    check_parametrisations(*case(family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pruning(family):
-    check_pruning(*case(family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters(family):
-    model, run = case(family)
-    kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention, nn.Embedding)
+@pytest.mark.parametrize(("check", "family"), [(check, one) for check in CHECKS for one in FAMILIES[check]])
+def test_layers_are_called(check, family):
     # peft adapts one of several names of a layer, and would leave the other branches of these heads as they are.
     shared = ("bbox_head",) if family in ("base", "shared_two_stage") else ()
-    targets = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, kinds)
-        and not name.startswith((*UNUSED, *shared))
-        and not name.endswith("attn.out_proj")
-    ]
-    check_adapters(model, run, targets)
-
-
-@pytest.mark.parametrize("family", ["ffn", "swin", "two_stage", "dino"])
-def test_quantised_weights(family):
-    check_quantised_weights(*case(family))
+    check_layers(check, *case(family), UNUSED, shared)
 
 
 def halves(module, inputs, output):

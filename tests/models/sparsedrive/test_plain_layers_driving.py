@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from plain_layers import (
-    assert_same,
-    check_adapters,
-    check_hooks,
-    check_parametrisations,
-    check_pruning,
-    check_quantised_weights,
-)
+from plain_layers import CHECKS, assert_same, check_layers
 from tiny_driving import frame, tiny_model
 from torch import nn
 
 from visdet.models.layers.plain import is_plain
 from visdet.models.sparsedrive.mlp import SideBySide, linear_relu_ln
 
-CHECKS = {
-    "hooks": check_hooks,
-    "parametrisations": check_parametrisations,
-    "pruning": check_pruning,
-    "adapters": check_adapters,
-    "quantised": check_quantised_weights,
-}
+# Only training reads depths, and the banks of instances have no forward.
+UNUSED = ("depth_branch", "head.det_head.instance_bank", "head.map_head.instance_bank")
 
 
 def case():
@@ -37,19 +25,7 @@ def case():
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_layers_are_called(check):
-    model, run = case()
-    arguments = []
-    if check == "adapters":
-        kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
-        names = [
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, kinds) and getattr(layer, "groups", 1) == 1
-        ]
-        arguments = [[name for name in names if not name.endswith("attn.out_proj")]]
-    if check == "hooks":  # Only training reads depths, and the banks of instances have no forward.
-        arguments = [("depth_branch", "head.det_head.instance_bank", "head.map_head.instance_bank")]
-    CHECKS[check](model, run, *arguments)
+    check_layers(check, *case(), UNUSED)
 
 
 @torch.no_grad()
