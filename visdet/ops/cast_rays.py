@@ -1,6 +1,7 @@
 """Rays through grids of voxels: the first occupied voxel of each, and the distance that a density lets them go."""
 
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -123,7 +124,8 @@ def render_rays_reference(density: Tensor, origins: Tensor, points: Tensor, time
     voxels, starts, ends, last = _walk(density, origins, points, times, True)
     is_inside = voxels >= 0
     lengths = torch.where(is_inside & (ends > starts), ends - starts, 0)
-    depth = torch.where(is_inside, _values(density, voxels, times) * lengths, 0).cumsum(0)
+    terms = torch.where(is_inside, _values(density, voxels, times) * lengths, 0)
+    depth = torch.stack(list(accumulate(terms)))  # torch.cumsum has no deterministic form on CUDA.
     left = torch.cat([torch.ones_like(depth[:1]), torch.exp(-depth)])
     exits = ends.gather(0, last)[0]
     expected = ((left[:-1] - left[1:]) * torch.where(is_inside, ends, 0)).sum(0) + left[-1] * exits
@@ -152,7 +154,8 @@ def _walk(
     length = torch.linalg.vector_norm(path.movedim(-1, 0).contiguous(), dim=0)
     along = path / length[..., None]
     voxel = origin.nan_to_num(0.0).clamp(-1e9, 1e9).long()
-    step = torch.where(along >= 0, 1, -1)
+    is_near = (voxel > -_MAX_VOXELS) & (voxel < max(D, H, W) + _MAX_VOXELS)  # Others do not reach the grid.
+    is_walking, step = is_walking & is_near.all(-1), torch.where(along >= 0, 1, -1)
     never = torch.finfo(torch.float64).max
     border = torch.where(along != 0, (voxel + (along >= 0) - origin) / along, never)
     pace = torch.where(along != 0, step / along, never)
