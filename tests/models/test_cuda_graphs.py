@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mmengine.optim import OptimWrapper
-from tiny_detr import BATCH, STEPS, batch, batches, build, config, train
+from tiny_detr import BATCH, STEPS, batch, batches, build, config, train, train_by_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
@@ -48,9 +48,7 @@ def test_replayed_steps_are_eager_steps(variant, wrapper, options, least_rows, t
     num_cp = 2 if variant == "base" else -1  # Recomputed layers draw the dropout of the forward pass again.
     eager, graphed = model_with_dropout(variant, num_cp), model_with_dropout(variant, num_cp)
     expected = train(eager, wrapper, **options)
-    graphs = GraphedLoss(graphed)
-    losses = train(graphed, wrapper, graphs, **options)
-    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    losses = train_by_graphs(graphed, wrapper, **options)
     torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
     for a, b in zip(graphed.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4 if wrapper is OptimWrapper else 3e-3)
@@ -152,9 +150,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_counted(monkeypatch):
 def test_an_autograd_graph_that_is_kept_does_not_prevent_a_capture():
     model = model_with_dropout("base")
     kept = sum(model(**batches()[0], mode="loss").values())
-    graphs = GraphedLoss(model)
-    train(model, OptimWrapper, graphs)
-    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    train_by_graphs(model, OptimWrapper)
     assert kept.requires_grad
 
 

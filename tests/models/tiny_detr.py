@@ -3,6 +3,7 @@
 import torch
 from mmengine.structures import InstanceData
 
+from visdet.engine.graphs.methods import GraphedLoss
 from visdet.engine.stages import StagedModel
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
@@ -120,6 +121,14 @@ def train(model, wrapper, graphs=None, steps=STEPS, data=None, **options):
     for one in (data or batches())[:steps]:
         losses.append(step_of(StagedModel(model, graphs and {"loss": graphs}), wrapper, one))
     return torch.stack(losses)
+
+
+def train_by_graphs(model, wrapper, **options):
+    """Return the losses of ``train`` by CUDA graphs, which replay all steps but the first of each of two shapes."""
+    graphs = GraphedLoss(model)
+    losses = train(model, wrapper, graphs, **options)
+    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    return losses
 
 
 def step_of(staged, wrapper, data):
