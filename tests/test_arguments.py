@@ -186,6 +186,20 @@ def test_arguments_are_checked_whoever_constructs():
         (DATA_SAMPLERS, dict(type="GroupInBatchSampler", skip_prob="0"), "skip_prob must be float, got '0'"),
         (HOOKS, dict(type="DetVisualizationHook", draw="yes"), "DetVisualizationHook: draw must be bool"),
         (MODELS, dict(type="FocalLoss", gamma=None), "FocalLoss: gamma must be float, got None"),
+        # Arguments of mmdet that would change something.
+        (TRANSFORMS, dict(type="Mosaic", img_scale=3), "Mosaic: size must be tuple"),
+        (
+            TRANSFORMS,
+            dict(type="Mosaic", img_scale=(3, 3), size=(3, 3)),
+            "img_scale and size, which are the same",
+        ),
+        (TRANSFORMS, dict(type="Mosaic", size=(3, 3), center_ratio_range=(0, 1)), "between 0.3 and 0.7"),
+        (TRANSFORMS, dict(type="MixUp", ratio_range=(0.5, 1.5)), r"write share=\(least, most\)"),
+        (TRANSFORMS, dict(type="LoadAnnotations", with_seg=True), "with_seg must be False.* got True"),
+        (MODELS, dict(type="DetDataPreprocessor", batch_augments=[]), "batch_augments must be None"),
+        (MODELS, dict(type="CrossEntropyLoss", ignore_index=255), "ignore_index must be None"),
+        (MODELS, dict(type="ResNet", depth=18, dcn=dict(type="DCN")), "dcn must be None"),
+        (TASK_UTILS, dict(type="HungarianAssigner", cls_cost={}), r"write match_costs=\[dict"),
     ],
 )
 def test_every_registry_checks(registry, config, message):
@@ -223,29 +237,6 @@ def test_arguments_of_mmdet_without_effect_here_are_accepted(registry, config):
     built = registry.build(config)
     assert type(built).__name__ == config["type"]
     assert getattr(built, "size", (64, 48)) == (64, 48)
-
-
-@pytest.mark.parametrize(
-    "registry, config, message",
-    [
-        (TRANSFORMS, dict(type="Mosaic", img_scale=3), "Mosaic: size must be tuple"),
-        (
-            TRANSFORMS,
-            dict(type="Mosaic", img_scale=(3, 3), size=(3, 3)),
-            "img_scale and size, which are the same",
-        ),
-        (TRANSFORMS, dict(type="Mosaic", size=(3, 3), center_ratio_range=(0, 1)), "between 0.3 and 0.7"),
-        (TRANSFORMS, dict(type="MixUp", ratio_range=(0.5, 1.5)), r"write share=\(least, most\)"),
-        (TRANSFORMS, dict(type="LoadAnnotations", with_seg=True), "with_seg must be False.* got True"),
-        (MODELS, dict(type="DetDataPreprocessor", batch_augments=[]), "batch_augments must be None"),
-        (MODELS, dict(type="CrossEntropyLoss", ignore_index=255), "ignore_index must be None"),
-        (MODELS, dict(type="ResNet", depth=18, dcn=dict(type="DCN")), "dcn must be None"),
-        (TASK_UTILS, dict(type="HungarianAssigner", cls_cost={}), r"write match_costs=\[dict"),
-    ],
-)
-def test_arguments_of_mmdet_that_would_change_something_are_refused(registry, config, message):
-    with pytest.raises(UserError, match=message):
-        registry.build(config)
 
 
 def test_a_reduction_that_is_none_is_refused():

@@ -53,6 +53,10 @@ def record(number, time_s, scene="s", **changes):
     }
 
 
+def recording(times, *scene, **changes):
+    return [record(*frame, *scene, **changes) for frame in enumerate(times)]
+
+
 @pytest.fixture
 def dataset_of(tmp_path):
     def build(records, **arguments):
@@ -77,7 +81,7 @@ def expected(times, steps=6, of=0):
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_boxes_are_those_of_the_time_of_a_step(dataset_of, name):
     times = RECORDINGS[name]
-    dataset = dataset_of([record(*frame) for frame in enumerate(times)])
+    dataset = dataset_of(recording(times))
     np.testing.assert_allclose(ahead(dataset), expected(times), atol=1e-3)
     np.testing.assert_allclose(dataset.get_data_info(0)["fut_boxes"][2][:, 6], [1.5708, -1.5708], atol=1e-6)
     # No box is made up behind the last frame.
@@ -87,15 +91,14 @@ def test_boxes_are_those_of_the_time_of_a_step(dataset_of, name):
 
 
 def test_scenes_have_their_own_rates_and_left_out_frames_count(dataset_of):
-    slow = [record(*frame) for frame in enumerate(TWO_HERTZ)]
-    fast = [record(*frame, "t") for frame in enumerate(20 + RECORDINGS["10 Hz"])]
+    slow, fast = recording(TWO_HERTZ), recording(20 + RECORDINGS["10 Hz"], "t")
     dataset = dataset_of(slow + fast, load_interval=4)
     for index, of in ((0, 0.0), (3, 20.0)):
         np.testing.assert_allclose(ahead(dataset, index), expected([of]), atol=1e-3)
 
 
 def test_plans_with_steps_of_another_length(dataset_of):
-    records = [record(*frame, gt_ego_fut_masks=np.ones(6)) for frame in enumerate(RECORDINGS["10 Hz"])]
+    records = recording(RECORDINGS["10 Hz"], gt_ego_fut_masks=np.ones(6))
     found = ahead(dataset_of(records, steps_per_second=5))
     np.testing.assert_allclose(found[:, 0], 12 + 2 * np.arange(1, 7), atol=1e-3)
 
@@ -111,7 +114,7 @@ def test_plans_with_steps_of_another_length(dataset_of):
     ],
 )
 def test_boxes_between_frames_without_tracks_move_by_their_velocity(dataset_of, changes, known):
-    dataset = dataset_of([record(*frame, **changes) for frame in enumerate(RECORDINGS["1 Hz"])])
+    dataset = dataset_of(recording(RECORDINGS["1 Hz"], **changes))
     assert len(ahead(dataset)) == 6 * known
     if known:
         np.testing.assert_allclose(ahead(dataset), expected([0]), atol=1e-3)
@@ -119,7 +122,7 @@ def test_boxes_between_frames_without_tracks_move_by_their_velocity(dataset_of, 
 
 def test_a_step_in_a_long_gap_is_left_out(dataset_of):
     times = np.array([0, 0.5, 1, 1.5, 3.5, 4, 4.5])
-    dataset = dataset_of([record(*frame) for frame in enumerate(times)])
+    dataset = dataset_of(recording(times))
     assert len(ahead(dataset)) == 3 and len(ahead(dataset, 3)) == 0
 
 

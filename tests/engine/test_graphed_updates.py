@@ -73,13 +73,19 @@ def train(model, wrapper, steps=6, change=None):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def trained(replay, kind, options, *steps, device="cpu", tolerances=None, **others):
+    """Train without graphs and with ``replay``, compare the parameters, and return both wrappers."""
+    models = [layers(device), layers(device)]
+    plain, graphed = (wrapped(model, kind, options, **others) for model in models)
+    graphed.replay = replay
+    expected, found = train(models[0], plain, *steps), train(models[1], graphed, *steps)
+    torch.testing.assert_close(found, expected, **(tolerances or {}))
+    return plain, graphed
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_updates_are_those_without_graphs(name, recorded):
-    models = [layers(), layers()]
-    plain, graphed = (wrapped(model, *OPTIMIZERS[name]) for model in models)
-    graphed.replay = recorded
-    expected, found = train(models[0], plain), train(models[1], graphed)
-    torch.testing.assert_close(found, expected)
+    plain, graphed = trained(recorded, *OPTIMIZERS[name])
     first = 1 if name == "SGD" else 2  # The first update makes the state, whose place the second one sees.
     assert recorded.counts["replayed"] >= 6 - first and not recorded.said, recorded.report()
     saved, other = graphed.state_dict(), plain.state_dict()
@@ -101,10 +107,7 @@ def freeze(wrapper):
 
 @pytest.mark.parametrize("change", [forget_state, decay, freeze])
 def test_an_update_of_another_kind_has_a_graph_of_its_own(change, recorded):
-    models = [layers(), layers()]
-    plain, graphed = (wrapped(model, *OPTIMIZERS["AdamW"]) for model in models)
-    graphed.replay = recorded
-    torch.testing.assert_close(train(models[1], graphed, 8, change), train(models[0], plain, 8, change))
+    trained(recorded, *OPTIMIZERS["AdamW"], 8, change)
     assert recorded.counts["eager"] >= 2 and recorded.counts["replayed"] >= 3, recorded.report()
 
 
@@ -192,12 +195,11 @@ def test_gradients_keep_their_values_when_they_move_into_a_block():
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_updates_by_cuda_graphs(kind, options, dtype):
     amp = {} if dtype is None else {"wrapper": AmpOptimWrapper, "dtype": dtype}
-    models = [layers("cuda"), layers("cuda")]
-    plain, graphed = (wrapped(model, kind, options, **amp) for model in models)
     said = []
-    graphed.replay = GraphedUpdate(said.append)
-    expected, found = train(models[0], plain), train(models[1], graphed)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    plain, graphed = trained(
+        GraphedUpdate(said.append), kind, options, device="cuda", tolerances=close, **amp
+    )
     if dtype != "float16" or "fused" in options:  # Otherwise, the scaler waits for what the gradients are.
         assert not said and graphed.replay.counts["replayed"] >= 4, (said, graphed.replay.report())
     torch.testing.assert_close(graphed.take_grad_norm(), plain.take_grad_norm(), rtol=1e-3, atol=1e-4)
