@@ -60,14 +60,17 @@ SENT = {
 }
 
 
+def assert_is_refused(server, error, message):
+    with pytest.raises(error, match=message):
+        read_checkpoint(server.url)
+    assert not list(server.cache.iterdir())
+
+
 @pytest.mark.parametrize("name", SENT)
 def test_what_is_no_whole_checkpoint_is_not_kept(server, name):
     server.body, server.length = SENT[name]
-    with pytest.raises(
-        DamagedCheckpointError, match=r"model\.pth .*cannot be read.*Nothing is kept as .*model\.pth"
-    ):
-        read_checkpoint(server.url)
-    assert not list(server.cache.iterdir())
+    message = r"model\.pth .*cannot be read.*Nothing is kept as .*model\.pth"
+    assert_is_refused(server, DamagedCheckpointError, message)
     server.body, server.length = WHOLE, 0
     for _ in range(2):
         assert len(read_checkpoint(server.url)["w"]) == 500
@@ -100,11 +103,8 @@ def test_a_whole_file_that_needs_trust_is_kept(server):
 
 def test_a_checksum_in_the_name_is_compared(server):
     server.body, server.url = WHOLE, server.url.replace("model", "model-01234567")
-    with pytest.raises(
-        MissingCheckpointError, match=r"invalid hash value.*put the file at .*model-01234567\.pth"
-    ):
-        read_checkpoint(server.url)
-    assert not list(server.cache.iterdir())
+    message = r"invalid hash value.*put the file at .*model-01234567\.pth"
+    assert_is_refused(server, MissingCheckpointError, message)
 
 
 @pytest.mark.parametrize("scheme", ["open-mmlab", "openmmlab", "mmcls", "modelzoo", "torchvision"])

@@ -204,22 +204,22 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(tmp_path):
 SKIP = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
 
 
-def weights_of_each(runner):
-    """Run, and return a weight after each iteration."""
+def said_while_skipping(runner, iteration, capsys):
+    """Run, see that the iteration leaves a weight alone and the next one does not, and return what was printed."""
     after = {}
     runner.register_hook(Snapshots(after))
     runner.train()
-    return after
+    before, skipped, following = (after[iteration + step] for step in (-1, 0, 1))
+    assert torch.equal(skipped, before) and not torch.equal(following, skipped)
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("explodes_gradients", [True, False])
 def test_skipping_leaves_the_weights_alone(tmp_path, capsys, explodes_gradients):
     options = {"model__explode_at": 3, "model__explodes_gradients": explodes_gradients}
     runner = toy_runner(tmp_path, **options, train_cfg__max_iters=6, **SKIP)
-    after = weights_of_each(runner)
-    assert torch.equal(after[3], after[2]) and not torch.equal(after[4], after[3])
+    printed = said_while_skipping(runner, 3, capsys)
     assert all(torch.isfinite(value).all() for value in weights(runner).values())
-    printed = capsys.readouterr().out
     assert "iteration 3: loss = nan" in printed and "the update was skipped" in printed
 
 
@@ -234,10 +234,8 @@ def test_a_bad_gradient_of_a_good_loss_is_skipped_and_said(tmp_path, capsys):
     runner = toy_runner(tmp_path, train_cfg__max_iters=4, **SKIP)
     steps = itertools.count(1)
     runner.model.conv.weight.register_hook(lambda gradient: gradient * (torch.nan if next(steps) == 2 else 1))
-    after = weights_of_each(runner)
-    assert torch.equal(after[2], after[1]) and not torch.equal(after[3], after[2])
-    printed = capsys.readouterr().out
-    assert "iteration 2: a gradient is NaN or infinite; the update was skipped" in " ".join(printed.split())
+    printed = said_while_skipping(runner, 2, capsys)
+    assert "iteration 2: a gradient is NaN or infinite; the update was skipped" in printed
     assert printed.count("the update was") == 1
 
 

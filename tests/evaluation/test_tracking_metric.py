@@ -91,10 +91,9 @@ def test_a_track_that_changes_its_class():
     """In each frame the track counts in its class there. Its score and its gaps are those of the whole track."""
     frames = one_track(4)
     frames[1] = (frames[1][0], ([], [], []))  # The gap is filled with a box of the class that follows.
-    metrics = metric_over(frames, predicted_labels=[2, 1, 1, 1])
-    assert metrics["recall"] == pytest.approx(3 / 4) and metrics["MOTA"] == pytest.approx(3 / 4)
-    metrics = metric_over(frames, predicted_labels=[1, 1, 2, 1])
-    assert metrics["recall"] == pytest.approx(2 / 4) and metrics["MOTA"] == pytest.approx(2 / 4)
+    for labels, found in (([2, 1, 1, 1], 3 / 4), ([1, 1, 2, 1], 2 / 4)):
+        metrics = metric_over(frames, predicted_labels=labels)
+        assert metrics["recall"] == pytest.approx(found) and metrics["MOTA"] == pytest.approx(found)
     # A cone is not tracked, so that there is a gap of two frames. The devkit swaps their places, which are 1 m apart.
     metrics = metric_over(frames, predicted_labels=[1, 1, 0, 1])
     assert metrics["recall"] == pytest.approx(1) and metrics["AMOTP"] == pytest.approx((0 + 1 + 1 + 0) / 4)

@@ -31,12 +31,17 @@ def lists(values, name):
     return [values[f"{name}/{i}"] for i in range(sum(key.startswith(f"{name}/") for key in values))]
 
 
+def assert_targets(out, expected, name):
+    """Compare the labels, the targets and the weights that a sampler gives."""
+    for actual, key in zip(out[:3], ("cls_target", name, "reg_weights"), strict=True):
+        close(actual, expected[key])
+
+
 def test_box_target_matches_golden():
     sampler, given, expected = built("SparseBox3DTarget", registry=TASK_UTILS)
     boxes, labels = lists(given, "gt_boxes"), lists(given, "gt_labels")
     out = sample(sampler, given["cls_pred"], given["box_pred"], labels, boxes)
-    for actual, name in zip(out[:3], ("cls_target", "box_target", "reg_weights"), strict=True):
-        close(actual, expected[name])
+    assert_targets(out, expected, "box_target")
     for i in (0, 2):
         close(out[3][i][0], expected[f"pred_index/{i}"])
         close(out[3][i][1], expected[f"gt_index/{i}"])
@@ -65,8 +70,7 @@ def test_line_target_matches_golden():
     sampler, given, expected = built("SparsePoint3DTarget", registry=TASK_UTILS)
     lines, labels = lists(given, "gt_lines"), lists(given, "gt_labels")
     out = sample(sampler, given["cls_pred"], given["line_pred"], labels, lines)
-    for actual, name in zip(out[:3], ("cls_target", "line_target", "reg_weights"), strict=True):
-        close(actual, expected[name])
+    assert_targets(out, expected, "line_target")
     close(sampler.normalize_line(lines[0].flatten(2)), expected["normalized_gt/0"])
     for i in (0, 2):
         preds = {"lines": sampler.normalize_line(given["line_pred"][i]), "scores": given["cls_pred"][i]}
