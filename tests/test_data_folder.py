@@ -1,10 +1,10 @@
 """Training on a folder of pictures, and the options that need no config of one's own."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from json_files import read_json, write_json
 from PIL import Image
 
 import visdet
@@ -57,7 +57,7 @@ def coco(folder):
             "annotations": [{"id": k, "image_id": k, **box} for k in range(1, count + 1)],
             "categories": [{"id": 7, "name": "bolt"}],
         }
-        (folder / split / "_annotations.coco.json").write_text(json.dumps(content))
+        write_json(folder / split / "_annotations.coco.json", content)
     return folder
 
 
@@ -89,14 +89,14 @@ def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_tur
     config_for(root, base, here / "upright")
     empty = coco(here / "empty")
     for file in empty.glob("*/*.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"annotations": []}))
+        write_json(file, read_json(file) | {"annotations": []})
     config_for(empty, base, here / "without boxes")
     assert "four corners" not in capsys.readouterr().out
     for file in root.glob("*/*.json"):
-        content = json.loads(file.read_text())
+        content = read_json(file)
         for row in content["annotations"]:
             row["segmentation"] = [[21, 11, 49, 13, 48, 27, 20, 25]]
-        file.write_text(json.dumps(content))
+        write_json(file, content)
     config_for(root, base, here / "turned")
     assert "--model rotated-dino-small boxes that turn" in capsys.readouterr().out.replace("\n", " ")
 

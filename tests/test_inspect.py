@@ -1,9 +1,8 @@
 """What ``visdet inspect`` says of checkpoints and exported folders."""
 
-import json
-
 import pytest
 import torch
+from json_files import write_json
 
 from visdet.commands import main
 from visdet.commands.inspect import checkpoint_rows
@@ -60,7 +59,7 @@ def test_what_a_checkpoint_lacks_is_said(content, change, row, text):
 
 def test_an_exported_folder_is_described(tmp_path, capsys):
     record = {"format": "onnx", "classes": ["nut"], "inputs": [{"name": "images"}], "limits": {"a": 1}}
-    (tmp_path / "model.json").write_text(json.dumps(record))
+    write_json(tmp_path / "model.json", record)
     main(["inspect", str(tmp_path)])
     said = capsys.readouterr().out
     assert all(part in said for part in ("format       onnx", "['nut']", "a=1", "files        model.json"))

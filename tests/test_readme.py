@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import json
 import re
 import shlex
 
 import pytest
+from json_files import read_json
 from programs import ROOT
 
 from visdet.command_line import sort_names
@@ -102,7 +102,7 @@ def deformops_figures(page: str, case: str) -> list[float]:
 
 
 def h200_figures(op: str, case: str, dtype: str, peer: str) -> list[float]:
-    rows = json.loads((ROOT / "docs" / "kernels" / "h200.json").read_text())[op]["times"]["rows"]
+    rows = read_json(ROOT / "docs" / "kernels" / "h200.json")[op]["times"]["rows"]
     [row] = [row for row in rows if (row["case"], row["dtype"]) == (case, dtype)]
     slower = row["slower"]["torchvision" if peer == "torchvision" else "torch"]
     return [

@@ -3,7 +3,6 @@
 ``make check-trees`` gets the photographs. On a CPU of two cores, it takes some 20 minutes.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from json_files import read_json
 from programs import ROOT
 
 PHOTOGRAPHS = os.environ.get("VISDET_TREES", "")
@@ -58,9 +58,9 @@ def test_the_page_finds_trees(folder, name):
     run(folder, "-m", "visdet", "train", f"{name}.py", *options)
     (best,) = (folder / "work_dirs" / name).glob("best_*.pth")
     run(folder, "-m", "visdet", "test", f"{name}.py", str(best), "--work-dir", f"test_{name}")
-    (found,) = [json.loads(path.read_text()) for path in (folder / f"test_{name}").glob("*/*.json")]
+    (found,) = [read_json(path) for path in (folder / f"test_{name}").glob("*/*.json")]
     assert found["coco/bbox_mAP_50"] >= (on_gpu if has_gpu else on_cpu)
-    images = json.loads((folder / "data/trees/val.json").read_text())["images"]
+    images = read_json(folder / "data/trees/val.json")["images"]
     files = [f"data/trees/images/{image['file_name']}" for image in images]
     run(folder, "-m", "visdet", "infer", f"{name}.py", str(best), *files, "--out-dir", f"found_{name}")
     assert len(list((folder / f"found_{name}").rglob("*.png"))) == len(files) == 13

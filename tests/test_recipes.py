@@ -1,16 +1,15 @@
 """The recipes of docs/recipes.md run."""
 
-import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from json_files import read_json
 from programs import ROOT
 
 import visdet
@@ -83,7 +82,7 @@ def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
         changed = {key for key in first if not torch.equal(first[key], last[key])}
         assert changed and not any(key.startswith("backbone.") for key in changed)
     if "result files" in heading:
-        assert isinstance(json.loads(Path("work_dirs/results/coco.bbox.json").read_text()), list)
+        assert isinstance(read_json("work_dirs/results/coco.bbox.json"), list)
 
 
 STAND_INS = {"srun": 'exec "$@"', "scontrol": "echo localhost", "visdet": 'exec "$PYTHON" -m visdet "$@"'}

@@ -1,6 +1,5 @@
 """The wheel in a new environment: the command ``visdet`` from an empty folder, without a clone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from programs import ROOT
 
 CONFIG = "deformable_detr/deformable-detr_shapes"
@@ -87,7 +87,7 @@ def test_the_commands_run_from_an_empty_folder(visdet):
     checkpoint = run_folder / "iter_2.pth"
     assert "bbox_mAP" in visdet("test", CONFIG, checkpoint, "--cfg-options", *SMALL)
     visdet("infer", CONFIG, checkpoint, "data/shapes/val", "--score-thr", 0)
-    found = json.loads((folder / "work_dirs" / "detections" / "predictions.json").read_text())
+    found = read_json(folder / "work_dirs" / "detections" / "predictions.json")
     assert len(found) == 4 and found[0]["file"].startswith("data/shapes/val")
     assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == ["data", "work_dirs"]
     visdet("configs", "copy", CONFIG)

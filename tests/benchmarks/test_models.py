@@ -1,10 +1,10 @@
 """The benchmark of whole models: every kind of case on the CPU with tiny models, and its report."""
 
-import json
-
 import pytest
 
 pytest.importorskip("mmengine")
+from json_files import read_json
+
 from benchmarks.models import CASES, main
 
 
@@ -27,7 +27,7 @@ def test_tiny_models_on_the_cpu(words, tmp_path, capsys):
         )
         == 0
     )
-    report = json.loads((tmp_path / "models.json").read_text())
+    report = read_json(tmp_path / "models.json")
     chosen = [case for case in CASES if any(word in case.name for word in words)]
     assert [result["case"] for result in report["results"]] == [case.name for case in chosen]
     assert all(result["wall_ms"] > 0 and result["pace_ms"] > 0 for result in report["results"])

@@ -1,10 +1,10 @@
 """The benchmark harness: a tiny case from end to end on the CPU, the gate, and every count by hand."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
+from json_files import read_json
 from programs import run_python
 
 from benchmarks.case import Call, Peer, Work
@@ -31,7 +31,7 @@ def scaled(factor):
 def test_tiny_case_from_end_to_end(tmp_path, capsys):
     options = ["--device", "cpu", "--cases", "attn/tiny", "--dtypes", "float32", "bfloat16", "--quick"]
     assert main([*options, "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "bench.json").read_text())
+    report = read_json(tmp_path / "bench.json")
     assert {"device", "threads", "torch", "CUDA of torch", "commit"} <= report["environment"].keys()
     assert [result["dtype"] for result in report["results"]] == ["float32", "bfloat16"]
     for result in report["results"]:
@@ -149,6 +149,6 @@ def test_selection(capsys):
 def test_tiny_case_on_a_gpu_with_and_without_a_graph(tmp_path):
     graphed = dataclasses.replace(TINY, name="tiny-graph", graph=True)
     assert run([TINY, graphed], [torch.float32, torch.float16], torch.device("cuda"), tmp_path, quick=True)
-    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    results = read_json(tmp_path / "bench.json")["results"]
     assert all(len(result["passes"]) == 5 and not result["failures"] for result in results)
     assert results[2]["passes"]["both"]["time"]["method"] == "CUDA graph"

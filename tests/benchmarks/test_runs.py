@@ -1,10 +1,10 @@
 """benchmarks.runs: every kind of run on the CPU, with small configs, from drawn files to the table."""
 
-import json
-
 import pytest
 
 pytest.importorskip("mmengine", reason="the extra train is not installed")
+
+from json_files import read_json
 
 from benchmarks import runs
 
@@ -15,7 +15,7 @@ def test_runs_from_drawn_files(names, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = ["--iterations", "4", "--batch-size", "1", "--sizes", "one", "--out", str(tmp_path)]
     assert runs.main([*options, "--runs", *names]) == 0
-    results = json.loads((tmp_path / "runs.json").read_text())["results"]
+    results = read_json(tmp_path / "runs.json")["results"]
     assert [result["run"] for result in results] == names and all(result["ms"] > 0 for result in results)
     table = (tmp_path / "runs.md").read_text()
     assert all(

@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib
-import json
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'visdet-ops[test]'")
 
+
+from json_files import read_json
 
 from benchmarks import transformers_steps as steps
 from benchmarks.transformers_models import FAMILIES, LOCAL, Family
@@ -45,7 +46,7 @@ def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(FAMILIES, "tiny", TINY)
     options = ["--device", "cpu", "--families", "tiny", "--turns", "2"]
     assert steps.main([*options, "--out", str(tmp_path)]) == 0
-    (result,) = json.loads((tmp_path / "transformers.json").read_text())["results"]
+    (result,) = read_json(tmp_path / "transformers.json")["results"]
     assert result["output_error"] < 1e-4
     assert [step["mode"] for step in result["steps"]] == ["predict"]
     for step in result["steps"]:

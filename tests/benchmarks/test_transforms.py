@@ -1,10 +1,10 @@
 """benchmarks.transforms: what is timed is what a pipeline does."""
 
-import json
-
 import pytest
 
 pytest.importorskip("mmengine", reason="the extra train is not installed")
+
+from json_files import read_json
 
 from benchmarks.transforms import SIZE, draw_photographs, main, measure, race
 
@@ -51,6 +51,6 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     config = tmp_path / "config.py"
     config.write_text(f"train_pipeline = {PIPELINE[:2]}\n")
     assert main([str(config), "--images", "1", "--out", str(tmp_path / "out")]) == 0
-    report = json.loads((tmp_path / "out" / "transforms.json").read_text())
+    report = read_json(tmp_path / "out" / "transforms.json")
     assert [row["transform"] for row in report["results"]][-1] == "the whole pipeline"
     assert "LoadAnnotations" in capsys.readouterr().out

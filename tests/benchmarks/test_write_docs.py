@@ -1,10 +1,10 @@
 """The pages of docs/kernels: their figures are the committed ones, they stay short, and what they name exists."""
 
-import json
 import re
 
 import pytest
 import torch
+from json_files import write_json
 from programs import ROOT
 
 from benchmarks.ops.ms_deform_attn import CASES as ATTENTION
@@ -97,7 +97,7 @@ def test_reports_become_tables(tmp_path):
         "<!-- figures: h200 path-gains window_sum -->\nold\n<!-- end -->\nAfter.\n"
     )
     for name, report in (("bench", times_report(10.0)), ("paths", paths_report())):
-        (tmp_path / f"{name}.report").write_text(json.dumps(report))
+        write_json(tmp_path / f"{name}.report", report)
     write_docs([tmp_path / "bench.report", tmp_path / "paths.report"], tmp_path)
     text = page.read_text()
     assert (

@@ -1,9 +1,8 @@
 """Small COCO data sets, written for a test."""
 
-import json
-
 import numpy as np
 import pytest
+from json_files import write_json
 from PIL import Image
 
 from visdet.datasets import coco
@@ -18,7 +17,7 @@ def annotation(id, image_id, bbox, category_id=10, **others):
 
 def write_content(folder, content):
     """Write ``ann.json``."""
-    (folder / "ann.json").write_text(json.dumps(content))
+    write_json(folder / "ann.json", content)
 
 
 def write_coco(folder, annotations, sizes=((40, 30), (24, 36)), names=NAMES, write_images=True):

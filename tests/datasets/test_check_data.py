@@ -1,10 +1,10 @@
 """The command check-data: all faults of a file at once, each said once, and images without width and height."""
 
-import json
 import logging
 
 import pytest
 from coco_files import NAMES, annotation, write_coco
+from json_files import write_json
 from PIL import Image
 
 from visdet.commands.check_data import problems_of_split
@@ -16,7 +16,7 @@ def checked(folder, damage=lambda content: None, heads=None, **config):
     """Return the problems of a data set whose file is changed by ``damage``."""
     content = write_coco(folder, [dict(row) for row in BOXES])
     damage(content)
-    (folder / "ann.json").write_text(json.dumps(content))
+    write_json(folder / "ann.json", content)
     settings = dict(
         type="visdet.CocoDataset",
         ann_file="ann.json",

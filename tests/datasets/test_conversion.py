@@ -5,6 +5,7 @@ import runpy
 import sys
 
 import pytest
+from json_files import read_json
 from PIL import Image
 
 from visdet.datasets import CocoDataset
@@ -108,7 +109,7 @@ def coco(root):
 def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out):
     make(tmp_path)
     files, skipped = convert(tmp_path, tmp_path, val_share=0.5, left_out_share=1)
-    contents = {file.stem: json.loads(file.read_text()) for file in files}
+    contents = {file.stem: read_json(file) for file in files}
     assert list(map(len, (contents["train"]["images"], contents["val"]["images"]))) == list(num_images)
     assert all(any(part in what for what in skipped) for part in left_out), skipped
     with_boxes = max(contents.values(), key=lambda content: len(content["annotations"]))
@@ -240,7 +241,7 @@ def test_a_turned_picture_has_the_size_that_viewers_show(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (100, 80)).save(tmp_path / "images/train/a.png", exif=exif)
-    content = json.loads((convert(tmp_path, tmp_path / "out", left_out_share=1)[0][0]).read_text())
+    content = read_json(convert(tmp_path, tmp_path / "out", left_out_share=1)[0][0])
     assert (content["images"][0]["width"], content["images"][0]["height"]) == (80, 100)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from json_files import read_json, write_json
 from PIL import Image
 
 from visdet.datasets.conversion import convert
@@ -26,7 +27,7 @@ def write(root, files):
         if content is None:
             Image.new("RGB", (100, 80)).save(path)
         elif isinstance(content, list):
-            path.write_text(json.dumps(coco_of(content)))
+            write_json(path, coco_of(content))
         else:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
@@ -44,7 +45,7 @@ def converted(root, **options):
     files, left_out = convert(root, root, **options)
     found = {}
     for file in files:
-        content = json.loads(file.read_text())
+        content = read_json(file)
         boxes = {row["image_id"]: [round(edge, 3) for edge in row["bbox"]] for row in content["annotations"]}
         assert boxes == {image["id"]: BOX for image in content["images"]}
         found[file.stem] = sorted(image["file_name"] for image in content["images"])
@@ -189,7 +190,7 @@ def test_labels_and_data_yaml_in_any_code(tmp_path, code, end):
     write(tmp_path, yolo("images/0.png", data="names: [größe]".encode(code)))
     (tmp_path / "labels/0.txt").write_bytes(f"0 0.5 0.5 0.2 0.25{end}".encode(code))
     assert converted(tmp_path) == ({"train": ["images/0.png"]}, [])
-    assert json.loads((tmp_path / "train.json").read_text())["categories"] == [dict(id=1, name="größe")]
+    assert read_json(tmp_path / "train.json")["categories"] == [dict(id=1, name="größe")]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
     pages = [Image.new("RGB", (80, 100)) for _ in range(3)]
     pages[0].save(tmp_path / "0.tif", exif=exif, save_all=True, append_images=pages[1:])
     files, left_out = convert(tmp_path, tmp_path, val_share=0)
-    images = {image["file_name"]: image for image in json.loads(files[0].read_text())["images"]}
+    images = {image["file_name"]: image for image in read_json(files[0])["images"]}
     assert (images["0.tif"]["width"], images["0.tif"]["height"]) == (80, 100), "as it is stored"
     assert any("the size 10x20 of" in line for line in left_out)
     assert any(line.startswith("pages or frames of") and line.endswith("(2 times)") for line in left_out)

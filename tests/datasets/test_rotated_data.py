@@ -1,6 +1,5 @@
 """Turned boxes in data sets: how they are read, and that every transform keeps them on the pixels of their shapes."""
 
-import json
 import math
 
 import cv2
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from coco_files import annotation, build, write_coco
+from json_files import read_json
 
 from visdet.datasets.synthetic.shapes import ROTATED_SHAPE_CLASSES, draw_shapes
 from visdet.datasets.transforms.tv_results import Corners, set_boxes, set_image
@@ -173,7 +173,7 @@ def test_rotated_shapes(tmp_path):
         )
     )
     assert dataset.metainfo["classes"] == ROTATED_SHAPE_CLASSES
-    content = json.loads((tmp_path / "shapes/annotations/instances_train.json").read_text())
+    content = read_json(tmp_path / "shapes/annotations/instances_train.json")
     assert all(len(row["segmentation"][0]) == 8 for row in content["annotations"])
     boxes = torch.cat([dataset[index]["data_samples"].gt_instances.bboxes for index in range(3)])
     assert boxes.shape[1] == 5 and (boxes[:, 2] > 1.4 * boxes[:, 3]).all()

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from json_files import read_json
 from PIL import Image
 
 from visdet.datasets import make_shapes
@@ -67,7 +67,7 @@ def test_it_is_a_coco_data_set_that_makes_itself(tmp_path):
     assert lazy.metainfo["classes"] == SHAPE_CLASSES
     dataset = DATASETS.build(config)
     assert len(dataset) == 9
-    content = json.loads(Path(tmp_path, "data/shapes/annotations/instances_val.json").read_text())
+    content = read_json(Path(tmp_path, "data/shapes/annotations/instances_val.json"))
     assert sum(len(dataset[i]["data_samples"].gt_instances) for i in range(9)) == len(content["annotations"])
     assert dataset[8]["inputs"].shape == (3, 64, 64)
     with Image.open(dataset.get_data_info(0)["img_path"]) as image:

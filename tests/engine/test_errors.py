@@ -1,7 +1,6 @@
 """Which errors become one message, and which keep their traceback."""
 
 import errno
-import json
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ from http.client import HTTPException
 
 import pytest
 import torch
+from json_files import write_json
 from toy_detection import ToyBoxes
 from toy_run import error_of, toy_config
 
@@ -85,7 +85,7 @@ def coco_dataset(tmp_path, pipeline) -> dict:
         ],
         "categories": [{"id": 5, "name": "dark"}, {"id": 6, "name": "bright"}],
     }
-    (tmp_path / "coco.json").write_text(json.dumps(content))
+    write_json(tmp_path / "coco.json", content)
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff\xe0 cut short")
     return {
         "_delete_": True,

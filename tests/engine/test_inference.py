@@ -1,6 +1,5 @@
 """A trained model on files, and the detections of a test as a file."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from json_files import read_json
 from mmengine.hooks import Hook
 from PIL import Image
 from torch import nn
@@ -163,7 +163,7 @@ def test_detections_are_a_sequence(tmp_path):
         assert kept == (expected if numbers == [18, 3] else [None] * 3)
     found.save(tmp_path / "new" / "a.json")
     found.save(tmp_path / "new" / "a.png")
-    assert json.loads((tmp_path / "new" / "a.json").read_text()) == found.to_dict()
+    assert read_json(tmp_path / "new" / "a.json") == found.to_dict()
     assert found._repr_png_() == (tmp_path / "new" / "a.png").read_bytes()
     assert detections(*rows)._repr_png_() is None
 
@@ -229,7 +229,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
     files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
     with pytest.raises(type(error)):
         detect_files(detector, files, str(tmp_path / "out"), 0.0)
-    found = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    found = read_json(tmp_path / "out" / "predictions.json")
     assert [Path(entry["file"]).name for entry in found][:2] == ["a.png", "b.png"]
 
 
@@ -248,7 +248,7 @@ def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):
     cfg = toy_config(tmp_path, load_from=trained)
     write_detections(cfg, str(tmp_path / "out" / "found.json"))
     metrics = build_runner(cfg).test()
-    found = json.loads((tmp_path / "out" / "found.json").read_text())
+    found = read_json(tmp_path / "out" / "found.json")
     assert len(found) == 13 and all(len(image["detections"]) == 1 for image in found)
     assert metrics["toy/images"] == 13
 

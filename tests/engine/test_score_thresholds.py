@@ -1,11 +1,11 @@
 """The thresholds of an evaluation reach the pictures and the detector."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from json_files import read_json
 from mmengine.structures import InstanceData
 from toy_run import detector_of, toy_config, train
 
@@ -153,7 +153,7 @@ def test_train_and_evaluate_return_what_they_measured(tmp_path):
         metrics = visdet.evaluate(cfg, result.last_checkpoint, out=tmp_path / "found.json")
         assert list((tmp_path / folder).glob("*/*.log"))
     assert sorted((tmp_path / "run").iterdir()) == before, "a test writes nothing into the run"
-    assert metrics["toy/images"] == 13 and len(json.loads((tmp_path / "found.json").read_text())) == 13
+    assert metrics["toy/images"] == 13 and len(read_json(tmp_path / "found.json")) == 13
     assert cfg.train_cfg.max_iters == 20 and cfg.get("load_from") is None, "the config is not changed"
     with pytest.raises(UserError, match=r"checkpoint must be .* got None"):
         visdet.evaluate(cfg, None)

@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from json_files import read_json
 from mmengine.structures import InstanceData
 from PIL import Image
 from toy_run import PIPELINE, detections, toy_config, toy_runner
@@ -163,7 +164,7 @@ def test_files_are_cut_and_repeats_are_said(detector, tmp_path, capsys, monkeypa
     files = [str(tmp_path / name) for name in ("a.png", "b.png")]
     found, failures = detect_files(detector, files, str(tmp_path / "out"), None, tiles=320, draws=False)
     assert len(found[0]["detections"]) == 2 and len(failures) == 1 and "b.png" in failures[0]
-    assert json.loads((tmp_path / "out/predictions.json").read_text()) == found
+    assert read_json(tmp_path / "out/predictions.json") == found
     assert "--nms" not in capsys.readouterr().out
     twice = detections(*[(0, 0.9, (0, 0, 10, 10))] * 2)
     twice.path = files[0]

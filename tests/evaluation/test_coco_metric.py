@@ -1,10 +1,10 @@
 """CocoMetric: APs by hand, both backends, every mistake in a file, several processes."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from json_files import read_json, write_json
 from mmengine.structures import InstanceData
 from PIL import Image
 from two_processes import in_two_processes
@@ -33,7 +33,7 @@ def truth(path, boxes, num_images=1, classes=CLASSES, first_id=0):
     ]
     images = [dict(id=i, file_name=f"{i}.jpg", height=200, width=300) for i in range(num_images)]
     categories = [dict(id=7 + i, name=name) for i, name in enumerate(classes)]
-    path.write_text(json.dumps(dict(images=images, annotations=annotations, categories=categories)))
+    write_json(path, dict(images=images, annotations=annotations, categories=categories))
     return str(path)
 
 
@@ -184,7 +184,7 @@ def test_file_and_samples_give_one_value(tmp_path, backend, change, expected, re
     image = dict(id=1, file_name="0.jpg", width=100, height=80)
     content = dict(images=[image], categories=[dict(id=1, name="cat"), dict(id=2, name="cow")])
     ann_file = tmp_path / "a.json"
-    ann_file.write_text(json.dumps(content | {"annotations": annotations}))
+    write_json(ann_file, content | {"annotations": annotations})
     Image.new("RGB", (100, 80)).save(tmp_path / "0.jpg")
     steps = ["LoadImageFromFile", *["Resize"] * resized, "LoadAnnotations", "PackDetInputs"]
     pipeline = [{"type": step, **({"scale": (50, 40)} if step == "Resize" else {})} for step in steps]
@@ -223,10 +223,10 @@ def by_pycocotools(ann_file, packed):
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    content = json.loads(ann_file.read_text())
+    content = read_json(ann_file)
     for row in content["annotations"]:  # COCO's code needs the areas.
         row["area"] = row["bbox"][2] * row["bbox"][3] if row["area"] is None else row["area"]
-    ann_file.write_text(json.dumps(content))
+    write_json(ann_file, content)
     truth, found = COCO(str(ann_file)), packed.pred_instances
     rows = [
         dict(image_id=1, category_id=1, bbox=[*b[:2], b[2] - b[0], b[3] - b[1]], score=s)
@@ -248,17 +248,17 @@ def test_ids_of_images(tmp_path, backend, ids):
     ann_file = Path(
         truth(tmp_path / "a.json", [(0, 1, [10, 20, 30, 5], 0), (1, 1, [10, 20, 30, 5], 0)], num_images=2)
     )
-    content = json.loads(ann_file.read_text())
+    content = read_json(ann_file)
     for image in content["images"]:
         image["id"] = ids[image["id"]]
     for annotation in content["annotations"]:
         annotation["image_id"] = ids[annotation["image_id"]]
-    ann_file.write_text(json.dumps(content))
+    write_json(ann_file, content)
     box = (1, [10, 20, 40, 25], 0.75)
     prefix = f"{tmp_path}/run"
     metrics, _ = evaluate(str(ann_file), {ids[0]: [box], ids[1]: []}, backend=backend, outfile_prefix=prefix)
     assert metrics["coco/bbox_mAP"] == pytest.approx(51 / 101, abs=1e-6)
-    assert [row["image_id"] for row in json.loads(Path(f"{prefix}.bbox.json").read_text())] == [ids[0]]
+    assert [row["image_id"] for row in read_json(f"{prefix}.bbox.json")] == [ids[0]]
 
 
 def test_an_id_of_another_type(tmp_path):
@@ -321,7 +321,7 @@ def test_writing_detections(tmp_path):
     detections = {0: [(1, [10, 20, 40, 25], 0.75)]}
     metrics, _ = evaluate(ann_file, detections, format_only=True, outfile_prefix=f"{tmp_path}/out/run")
     assert metrics == {}
-    assert json.loads((tmp_path / "out" / "run.bbox.json").read_text()) == [
+    assert read_json(tmp_path / "out" / "run.bbox.json") == [
         dict(image_id=0, category_id=8, bbox=[10.0, 20.0, 30.0, 5.0], score=0.75)
     ]
 

@@ -1,11 +1,11 @@
 """DOTAMetric: APs by hand, and those of a plain loop over shapely's polygons."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from json_files import write_json
 from mmengine.structures import InstanceData
 
 from visdet.registry import METRICS
@@ -149,7 +149,7 @@ def test_the_file_and_the_samples_give_the_same(tmp_path):
         categories=[dict(id=1, name="ship")],
         annotations=[row],
     )
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     predicted = instances([[29.2, 20, 40, 11, 0.25]], [0], [0.9])
     # The image was resized to other proportions.
     truth = instances([[0, 0, 1, 1, 0]], [0])
@@ -162,7 +162,7 @@ def test_the_file_and_the_samples_give_the_same(tmp_path):
     one = sample(0, scaled, instances([], []), predicted, scale_factor=(2.0, 3.0))
     assert evaluated([one])[0]["dota/mAP"] == pytest.approx(1)
     del row["segmentation"]
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     with pytest.raises(
         ValueError, match=r"DOTAMetric: an annotation of .* has no segmentation of four points"
     ):

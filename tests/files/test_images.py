@@ -1,12 +1,12 @@
 """Strange image files: one message that names the file, by every reader, at once."""
 
 import io
-import json
 import os
 import struct
 import zlib
 
 import pytest
+from json_files import read_json
 from PIL import ExifTags, Image
 
 from visdet.datasets.conversion import convert
@@ -115,8 +115,6 @@ def test_convert_goes_on_after_strange_pictures(tmp_path):
     rows = "".join(f"{name},cat,1,2,11,12\n" for name in names)
     (tmp_path / "boxes.csv").write_text("image,label,xmin,ymin,xmax,ymax\n" + rows)
     files, left_out = convert(tmp_path, tmp_path / "out", val_share=0, left_out_share=1)
-    sizes = {
-        row["file_name"]: (row["width"], row["height"]) for row in json.loads(files[0].read_text())["images"]
-    }
+    sizes = {row["file_name"]: (row["width"], row["height"]) for row in read_json(files[0])["images"]}
     assert sizes == {"large.png": (20000, 20000), "text.jpg": (40, 30)}
     assert [name for name in names if any(name in line for line in left_out)] == ["huge.png", "pipe.jpg"]

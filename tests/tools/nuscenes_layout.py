@@ -1,11 +1,11 @@
 """A nuScenes data set of two driving scenes: the tables, samples, map expansion and CAN bus as they lie on disk."""
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 from datasets.driving_files import SMALL, driving_scenes
+from json_files import read_json, write_json
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
@@ -59,7 +59,7 @@ def write_nuscenes(root: Path, version: str = "v1.0-mini") -> list[dict]:
     folder = root / version
     folder.mkdir(parents=True)
     for name, records in tables.items():
-        (folder / f"{name}.json").write_text(json.dumps(records))
+        write_json(folder / f"{name}.json", records)
     _write_can_bus(root / "can_bus", scenes)
     _write_map(root / "maps" / "expansion")
     return infos
@@ -155,8 +155,8 @@ def _write_can_bus(folder, scenes):
         time = info["timestamp"] + 10_000
         pose.append({"utime": time, "accel": status[:3], "rotation_rate": status[3:6], "vel": status[6:9]})
         steering.append({"utime": time, "value": status[9]})
-    (folder / f"{NAMES[0]}_pose.json").write_text(json.dumps(pose))
-    (folder / f"{NAMES[0]}_steeranglefeedback.json").write_text(json.dumps(steering))
+    write_json(folder / f"{NAMES[0]}_pose.json", pose)
+    write_json(folder / f"{NAMES[0]}_steeranglefeedback.json", steering)
 
 
 def _write_map(folder):
@@ -193,7 +193,7 @@ def _write_map(folder):
             for low, high in ((-half, 0.5), (0.0, half)):  # in two parts that belong together
                 add_area("ped_crossing", road.strip(low, high, crossing - 1.5, crossing + 1.5))
     folder.mkdir(parents=True)
-    (folder / f"{LOCATION}.json").write_text(json.dumps(layers | {"node": nodes}))
+    write_json(folder / f"{LOCATION}.json", layers | {"node": nodes})
 
 
 def tilt_and_complete(root: Path, version: str = "v1.0-mini") -> None:
@@ -201,13 +201,13 @@ def tilt_and_complete(root: Path, version: str = "v1.0-mini") -> None:
     folder = root / version
 
     def change(table, update):
-        records = json.loads((folder / f"{table}.json").read_text())
+        records = read_json(folder / f"{table}.json")
         for record in records:
             record.update(update(record))
-        (folder / f"{table}.json").write_text(json.dumps(records))
+        write_json(folder / f"{table}.json", records)
 
     rng = np.random.default_rng(0)
-    annotations = json.loads((folder / "sample_annotation.json").read_text())
+    annotations = read_json(folder / "sample_annotation.json")
     tokens: dict[str, list[str]] = {}
     for record in annotations:
         tokens.setdefault(record["instance_token"], []).append(record["token"])
@@ -237,7 +237,7 @@ def tilt_and_complete(root: Path, version: str = "v1.0-mini") -> None:
     )
     (folder / "visibility.json").write_text("[]")
     mask = {"token": "mask", "log_tokens": ["log"], "filename": "maps/mask.png", "category": "semantic_prior"}
-    (folder / "map.json").write_text(json.dumps([mask]))
+    write_json(folder / "map.json", [mask])
     Image.new("L", (4, 4)).save(root / "maps" / "mask.png")
 
 

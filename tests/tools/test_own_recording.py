@@ -1,9 +1,8 @@
 """A recording of one's own, from docs/driving_data.md to a trained model, by following the page alone."""
 
-import json
-
 import pytest
 from datasets.own_recording import CAMERAS, NAMES, code_blocks, write_recording
+from json_files import read_json
 from PIL import Image
 from toolbox import ROOT, fail_here, succeed_here
 
@@ -61,7 +60,7 @@ def test_the_page_leads_to_a_trained_model(recording, monkeypatch, capsys):
     options = ("--out", "results.json", "--cfg-options", *SHORT)
     printed = succeed_here(monkeypatch, capsys, "test", config, checkpoint, *options)
     assert "deer" in printed and "lorry" in printed
-    frames = json.loads((recording.parents[2] / "results.json").read_text())
+    frames = read_json(recording.parents[2] / "results.json")
     assert [frame["token"] for frame in frames] == [f"val-drive-0-000{number}" for number in range(4)]
     drawing = ("--scenes", "0", "--max-frames", "1", "--out-dir", "pictures")
     succeed_here(monkeypatch, capsys, "visualize-driving", config, checkpoint, *drawing)

@@ -1,11 +1,11 @@
 """The converter on a small data set in nuScenes' layout: what went in comes out."""
 
-import json
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from json_files import read_json
 from nuscenes_layout import NAMES, converted, write_nuscenes
 from scipy.spatial.distance import cdist
 from toolbox import fail_here, succeed_here
@@ -179,4 +179,4 @@ def test_missing_files(tmp_path):
     converter = NuScenesConverter(tmp_path, "v1.0-mini")
     with pytest.raises(FileNotFoundError, match="unpack nuScenes' map expansion"):
         list(converter.infos_of_scene(converter.tables.scenes()[1]))
-    assert json.loads((tmp_path / "v1.0-mini" / "log.json").read_text())
+    assert read_json(tmp_path / "v1.0-mini" / "log.json")

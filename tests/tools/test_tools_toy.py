@@ -1,8 +1,7 @@
 """The tools from the command line, on the toy detector."""
 
-import json
-
 import pytest
+from json_files import read_json
 from toolbox import TOY_CONFIG, fail, fail_here, run_here, succeed, succeed_here
 
 from visdet.engine import read_checkpoint, read_scalars
@@ -43,7 +42,7 @@ def test_two_processes_on_the_cpu(tmp_path):
     assert "batch 4 x 2 processes, 9 iterations" in printed
     assert printed.count("iter 9/9") == 2, "one process prints: a training line and a validation line"
     assert "toy/images 13" in printed
-    first, second = json.loads((tmp_path / "processes.json").read_text())
+    first, second = read_json(tmp_path / "processes.json")
     assert first["wrapped"] == second["wrapped"] == "MMDistributedDataParallel"
     assert first["weights"] == second["weights"]
     for begin in (0, 12, 24):

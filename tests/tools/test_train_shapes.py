@@ -1,9 +1,9 @@
 """The real thing in a minute: the shapes config through the tools, trained, tested, and used on files."""
 
-import json
 from pathlib import Path
 
 import pytest
+from json_files import read_json
 from PIL import Image
 from toolbox import ROOT, run_here, succeed_here
 
@@ -49,7 +49,7 @@ def test_train_test_infer(tmp_path, monkeypatch, capsys):
     printed = succeed_here(monkeypatch, capsys, "test", config, work_dir / "iter_80.pth", *options)
     last_ap = list(read_scalars(str(work_dir))["coco/bbox_mAP"].values())[-1]
     assert f"coco/bbox_mAP {last_ap:.4f}" in printed, "testing a checkpoint gives what validation gave"
-    found = json.loads(found_file.read_text())
+    found = read_json(found_file)
     assert len(found) == GENERATOR["num_val"]
 
     images = tmp_path / "images"
@@ -66,7 +66,7 @@ def test_train_test_infer(tmp_path, monkeypatch, capsys):
     assert status == 1
     assert err.startswith("error: ") and f"{images}/broken.jpg" in err
     assert err.endswith("1 of 4 files could not be read\n"), "the other images are done"
-    inferred = json.loads((out_dir / "predictions.json").read_text())
+    inferred = read_json(out_dir / "predictions.json")
     assert [Path(image["file"]).name for image in inferred] == ["000000.jpg", "000001.jpg", "grey.png"]
     assert (inferred[2]["height"], inferred[2]["width"]) == (90, 50)
     assert sorted(str(p.relative_to(out_dir / "pictures")) for p in out_dir.rglob("*.png")) == [

@@ -1,11 +1,10 @@
 """SparseDrive's second stage on a few driving scenes: every key its losses need, training, evaluation, pictures."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from datasets.driving_files import SMALL
+from json_files import read_json
 from mmengine.dataset import pseudo_collate
 from small_driving import ITERATIONS, small_config
 from toolbox import succeed_here
@@ -69,7 +68,7 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     drawn, records = tmp_path / "drawn", tmp_path / "frames.json"
     options = ("--work-dir", tmp_path / "test", "--out", records, "--show-dir", drawn)
     succeed_here(monkeypatch, capsys, "test", second, trained, *options)
-    frames = json.loads(records.read_text())
+    frames = read_json(records)
     assert len(frames) == SMALL["num_test"] * SMALL["num_frames"]
     assert sorted(path.stem for path in drawn.iterdir()) == sorted(frame["token"] for frame in frames)
     assert all({"boxes", "lines", "plan"} <= set(frame) for frame in frames)
