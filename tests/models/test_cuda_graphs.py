@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
-from tiny_detr import BATCH, STEPS, batch, batches, build, config, train, train_by_graphs
+from tiny_detr import BATCH, STEPS, VARIANTS, batch, batches, build, config, train, train_by_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
@@ -254,6 +255,11 @@ def test_nothing_in_a_prediction_waits_for_the_device(variant):
     assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
         k: (t.shape, t.dtype) for k, t in expected.items()
     }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_in_a_step_comes_from_the_host(variant):
+    assert not copies_of_losses(build(variant).train(), *batch())
 
 
 class RecordedStep(GraphedStep):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
 from tiny_detr import BATCH, VARIANTS, batch, batches, config, started, train, train_by_graphs
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -242,6 +243,11 @@ def test_a_step_reaches_every_parameter(variant, loss_iou):
     found = model.eval()(images, samples, mode="predict")[1].pred_instances
     assert found.bboxes.shape == (5, 5) and found.bboxes.isfinite().all()
     assert ((found.bboxes[:, 4] >= -math.pi / 2) & (found.bboxes[:, 4] < math.pi / 2)).all()
+
+
+@pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+def test_nothing_in_a_step_comes_from_the_host(loss_iou):
+    assert not copies_of_losses(build("dino", loss_iou=loss_iou).train(), *rotated_batch((3, 2)))
 
 
 @pytest.mark.cuda

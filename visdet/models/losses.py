@@ -13,6 +13,7 @@ from visdet.registry import MODELS
 
 from .boxes import elementwise_overlaps
 from .layers.precision import at_least_float32
+from .transfer import constants_on
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -375,7 +376,9 @@ class CrossEntropyLoss(ReducedLoss):
             target: [N] int64. With ``use_sigmoid``, targets of the shape of the logits, which may require a gradient.
         """
         pred = at_least_float32(pred)
-        factors = None if self.class_weight is None else pred.new_tensor(self.class_weight)
+        factors = None
+        if self.class_weight is not None:
+            factors = constants_on(pred.device, tuple(self.class_weight), pred.dtype)
         if self.use_sigmoid:
             target = target.to(pred.dtype)
             return F.binary_cross_entropy_with_logits(pred, target, pos_weight=factors, reduction="none")

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
 from tiny_driving import frame, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,6 +48,13 @@ def test_nothing_in_a_prediction_needs_the_host(known):
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             found = model.detections(fake(batch, fakes))
     assert layout_of(found) == layout_of(expected)
+
+
+def test_nothing_in_a_step_comes_from_the_host():
+    model = tiny_model().train()
+    staged = StagedModel(model)
+    staged.losses(*frame([0.0, 0.0], scenes=["a", "b"]))
+    assert not copies_of_losses(model, *frame([0.5, 0.5], scenes=["a", "b"]), staged.state)
 
 
 def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():

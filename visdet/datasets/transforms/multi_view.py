@@ -363,15 +363,16 @@ class PhotoMetricDistortionMultiViewImage(ColourDistortion):
             table *= uniform(*self.contrast_range)
         saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
         if saturate or turn:
-            hsv = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
-            hue, saturation = hsv[..., 0], hsv[..., 1]
+            hsv: np.ndarray = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
+            hue: np.ndarray = hsv[..., 0]
+            saturation: np.ndarray = hsv[..., 1]
             if saturate:
                 saturation *= uniform(*self.saturation_range)
                 np.minimum(saturation, 1, out=saturation)
             if turn:
                 hue += uniform(-self.hue_delta, self.hue_delta)
                 hue -= 360 * np.floor(hue / 360)
-            values = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+            values: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
             values *= 255
             if contrast and not contrast_comes_first:
                 values *= uniform(*self.contrast_range)

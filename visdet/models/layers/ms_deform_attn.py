@@ -170,9 +170,12 @@ class MultiScaleDeformableAttention(BaseModule):
         """
         shapes = torch.as_tensor(spatial_shapes, device=boxes.device).to(boxes.dtype)
         halves = boxes[..., 2:4] * (0.5 * diagonals(shapes)).unsqueeze(-1)  # [B or 1, Q, L, 2]
-        levels = [level for level, count in enumerate(self.points_per_level) for _ in range(count)]
-        counts = halves.new_tensor(self.points_per_level)[levels].unsqueeze(-1)  # [K, 1]
-        steps = (halves[:, :, levels] / counts).unsqueeze(2)  # [B or 1, Q, 1, K, 2]
+        # Nothing is made of Python's numbers, which a graph cannot copy to the device.
+        of_levels = [
+            (halves[:, :, level : level + 1] / count).expand(-1, -1, count, -1)
+            for level, count in enumerate(self.points_per_level)
+        ]
+        steps = torch.cat(of_levels, dim=2).unsqueeze(2)  # [B or 1, Q, 1, K, 2]
         along, across = (offsets.to(boxes.dtype) * steps).unbind(-1)  # [B, Q, G, K]
         angle = boxes[:, :, :1, 4:]  # [B or 1, Q, 1, 1], the same on all levels
         cos, sin = angle.cos(), angle.sin()

@@ -238,7 +238,8 @@ def _corners_gradient(grad: Tensor, features: Tensor, rois: Tensor, PH: int, PW:
         for weight in (1 - part, part):
             total = (of_low * weight[:-1] + of_high * weight[1:]).sum(1)
             gradients.append(torch.where(total == 0, total, total / step))
-    return torch.stack([torch.zeros_like(gradients[0]), *gradients], 1)[:, [0, 1, 3, 2, 4]]
+    x1, x2, y1, y2 = gradients
+    return torch.stack([torch.zeros_like(x1), x1, y1, x2, y2], 1)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
