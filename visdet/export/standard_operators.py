@@ -85,7 +85,8 @@ def _summed(
 ) -> Tensor:
     """Return weighted sums [N, C, Q] of the samples of maps [N, C, S] at the grids [N, P, Q, 2] of each level.
 
-    The weights of a level are [N, G, P, Q]. Queries come last, because runtimes are slow in short rows.
+    The weights of a level are [N, G, P, Q]. Queries come last, and limits are repeated for them, because runtimes are
+    slow in short rows.
 
     A ring of zeros around each map, and coordinates that end within it, leave nothing to what a runtime does beyond a
     map: some read a neighbouring row there, or convert far, infinite and NaN coordinates to any pixel.
@@ -93,11 +94,12 @@ def _summed(
     levels = maps.split([height * width for height, width in sizes], 2)
     sums = []
     for level, (size, level_maps, grid, weight) in enumerate(zip(sizes, levels, grids, weights, strict=True)):
-        extent = level_shapes[level].flip(-1).to(grid.dtype)
+        extent = level_shapes[level].flip(-1).to(grid.dtype).expand(grid.shape[-2:]).flatten()
         outside = 1 + _RING / extent  # in the middle between two pixels of the ring
-        limited = torch.where(grid.abs() < outside, grid, outside) * (extent / (extent + 2 * _RING))
+        flat = grid.flatten(-2)
+        limited = torch.where(flat.abs() < outside, flat, outside) * (extent / (extent + 2 * _RING))
         ringed = F.pad(level_maps.unflatten(2, size), (_RING,) * 4)
-        samples = F.grid_sample(ringed, limited, align_corners=False)
+        samples = F.grid_sample(ringed, limited.view_as(grid), align_corners=False)
         samples = samples.unflatten(1, (weight.shape[1], -1))
         sums.append((samples * weight.unsqueeze(2)).sum(3))  # [N, G, C / G, Q]
     return functools.reduce(torch.add, sums).flatten(1, 2)
