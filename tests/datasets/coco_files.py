@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from json_files import write_json
-from PIL import Image
+from PIL import ExifTags, Image
 
 from visdet.datasets import coco
 
@@ -13,6 +13,13 @@ NAMES = ("cat", "dog", "bird")
 def annotation(id, image_id, bbox, category_id=10, **others):
     w, h = bbox[2:] if len(bbox) == 4 else (1, 1)
     return dict(id=id, image_id=image_id, category_id=category_id, bbox=bbox, area=w * h, iscrowd=0) | others
+
+
+def turned(orientation=6):
+    """Return the EXIF data of a picture that viewers turn, by default to the right."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
 
 
 def write_content(folder, content):

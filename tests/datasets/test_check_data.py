@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from coco_files import NAMES, annotation, write_coco
+from coco_files import NAMES, annotation, turned, write_coco
 from json_files import write_json
 from PIL import Image
 
@@ -105,9 +105,7 @@ def test_images_without_width_and_height(tmp_path, capsys, sides):
             if sides == "absent":
                 del image["width"], image["height"]
         content["annotations"][0]["bbox"] = [5, 6, 30, 12]
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        Image.new("RGB", (40, 30)).save(tmp_path / "images/1.png", exif=exif)
+        Image.new("RGB", (40, 30)).save(tmp_path / "images/1.png", exif=turned())
 
     assert checked(tmp_path, remove) == []
     printed = capsys.readouterr().out

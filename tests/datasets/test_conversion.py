@@ -5,6 +5,7 @@ import runpy
 import sys
 
 import pytest
+from coco_files import turned
 from json_files import read_json
 from PIL import Image
 
@@ -238,9 +239,7 @@ def test_what_cannot_be_converted_is_one_message(tmp_path):
 
 def test_a_turned_picture_has_the_size_that_viewers_show(tmp_path):
     yolo(tmp_path)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (100, 80)).save(tmp_path / "images/train/a.png", exif=exif)
+    Image.new("RGB", (100, 80)).save(tmp_path / "images/train/a.png", exif=turned())
     content = read_json(convert(tmp_path, tmp_path / "out", left_out_share=1)[0][0])
     assert (content["images"][0]["width"], content["images"][0]["height"]) == (80, 100)
 

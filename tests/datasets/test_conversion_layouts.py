@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from coco_files import turned
 from json_files import read_json, write_json
 from PIL import Image
 
@@ -252,10 +253,8 @@ def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
         "image,width,height,label,x1,y1,x2,y2\n0.tif,80,100,bolt,40,30,60,50\n1.png,10,20,bolt,40,30,60,50\n"
     )
     write(tmp_path, {"a.csv": table, "1.png": None})
-    exif = Image.Exif()
-    exif[0x0112] = 6
     pages = [Image.new("RGB", (80, 100)) for _ in range(3)]
-    pages[0].save(tmp_path / "0.tif", exif=exif, save_all=True, append_images=pages[1:])
+    pages[0].save(tmp_path / "0.tif", exif=turned(), save_all=True, append_images=pages[1:])
     files, left_out = convert(tmp_path, tmp_path, val_share=0)
     images = {image["file_name"]: image for image in read_json(files[0])["images"]}
     assert (images["0.tif"]["width"], images["0.tif"]["height"]) == (80, 100), "as it is stored"

@@ -1,14 +1,13 @@
 """The driving scenes: the pictures show what the annotations say, and the annotations agree with each other."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from datasets.driving_files import SMALL, driving_scenes
+from datasets.driving_files import SMALL, driving_infos
 
-from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scenes
+from visdet.datasets import DrivingScenesDataset, make_driving_scenes
 from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
 from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
 from visdet.datasets.synthetic.driving_world import (
@@ -24,7 +23,7 @@ TINY = dict(num_train=2, num_val=1, num_test=1, num_frames=2, image_size=(32, 96
 
 @pytest.fixture(scope="module")
 def infos():
-    return list(load_infos(Path(driving_scenes()) / "driving_infos_train.npz")[0])
+    return driving_infos()
 
 
 def lidar_pose(info):
@@ -42,7 +41,7 @@ def test_files_depend_on_the_seed_alone(tmp_path):
     for file in files:
         same, another = (folder / file.relative_to(one) for folder in (two, other))
         assert file.read_bytes() == same.read_bytes() != another.read_bytes()
-    first, second = (list(load_infos(folder / "driving_infos_train.npz")[0]) for folder in (one, two))
+    first, second = (driving_infos(folder) for folder in (one, two))
     np.testing.assert_equal(first, second)
 
 

@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from coco_files import turned
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 
@@ -68,9 +69,7 @@ def test_sixteen_bits_keep_the_upper_byte(tmp_path):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_orientation_of_a_file(tmp_path, orientation, suffix):
     path = tmp_path / f"a{suffix}"
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    Image.fromarray(RGB).save(path, exif=exif, lossless=True)
+    Image.fromarray(RGB).save(path, exif=turned(orientation), lossless=True)
     with Image.open(path) as stored:
         upright = np.array(ImageOps.exif_transpose(stored))
     with open_image(path) as image:

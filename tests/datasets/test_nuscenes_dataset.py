@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets.driving_files import driving_scenes
+from datasets.driving_files import driving_infos, driving_scenes
 
-from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
+from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
 from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 from visdet.errors import UserError, hints_of
 
@@ -26,7 +26,7 @@ AUGMENTATION = dict(
 
 @pytest.fixture(scope="module")
 def infos():
-    return list(load_infos(Path(driving_scenes()) / "driving_infos_train.npz")[0])
+    return driving_infos()
 
 
 @pytest.fixture

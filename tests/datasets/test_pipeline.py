@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from coco_files import NAMES, annotation, build, write_coco
+from coco_files import NAMES, annotation, build, turned, write_coco
 from PIL import Image
 from torchvision import tv_tensors
 
@@ -125,10 +125,8 @@ def red_pictures(folder):
     """Write three red pictures of 80 x 60 pixels, whose EXIF data turn them, with a box each and a third without."""
     boxes = [annotation(number, number, [10, 10, 40, 30]) for number in (1, 2)]
     write_coco(folder, boxes, sizes=[(60, 80)] * 3, write_images=False)
-    exif = Image.Exif()
-    exif[0x0112] = 6
     for number in (1, 2, 3):
-        Image.new("RGB", (80, 60), (255, 0, 0)).save(folder / f"images/{number}.png", exif=exif)
+        Image.new("RGB", (80, 60), (255, 0, 0)).save(folder / f"images/{number}.png", exif=turned())
 
 
 @pytest.mark.parametrize("test_mode", [False, True])

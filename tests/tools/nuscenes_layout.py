@@ -4,12 +4,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from datasets.driving_files import SMALL, driving_scenes
+from datasets.driving_files import SMALL, driving_infos, driving_scenes
 from json_files import read_json, write_json
 from PIL import Image
 from scipy.spatial.transform import Rotation
 
-from visdet.datasets import load_infos
 from visdet.datasets.nuscenes_converter import NuScenesConverter
 from visdet.datasets.synthetic.driving_world import make_world
 from visdet.structures.poses import pose_matrix, quaternion_from_matrix, rotation_from_quaternion
@@ -25,13 +24,9 @@ CATEGORIES = {
 NAMES = ("scene-0061", "scene-0103")  # of the mini split: training and validation
 
 
-def source_infos():
-    return list(load_infos(Path(driving_scenes()) / "driving_infos_val.npz")[0])
-
-
 def write_nuscenes(root: Path, version: str = "v1.0-mini") -> list[dict]:
     """Write the data set and return the driving infos that it was made from."""
-    infos = source_infos()
+    infos = driving_infos(split="val")
     shutil.copytree(Path(driving_scenes()) / "samples", root / "samples")
     tables = {
         name: [] for name in ("scene", "sample", "sample_data", "ego_pose", "sample_annotation", "instance")
