@@ -47,7 +47,7 @@ def rotated_feature_align(
     if features.numel() == 0:
         return features.clone()
     boxes = constant(best_rbboxes, features).flatten(1, 2)
-    center = boxes[..., [1, 0]] * spatial_scale  # (x, y)
+    center = boxes[..., :2].flip(-1) * spatial_scale  # (x, y)
     at = center[:, :, None]
     if points == 5:
         half = boxes[..., 2:4] * (spatial_scale / 2)
