@@ -11,9 +11,6 @@ from programs import ROOT
 
 from visdet.command_line import sort_names
 from visdet.commands import _MODULES
-from visdet.engine import load_config
-from visdet.export import ExportError
-from visdet.export.families.pictures import Steps
 from visdet.ops import _library
 
 README = (ROOT / "README.md").read_text()
@@ -33,17 +30,6 @@ def test_the_readme_is_read_in_two_minutes():
 def test_the_pages_show_the_same_snippets():
     assert snippets("docs/own_data.md") == [CONFIG]
     assert snippets("docs/operators.md")[0] == CALL
-
-
-def test_the_export_has_a_size_if_its_pipeline_does_not_limit_that_of_pictures():
-    (name, options), *others = re.findall(r"visdet export work_dirs/(\w+)/best.pth(.*)", README)
-    assert not others
-    cfg = load_config(ROOT / f"configs/dino/{name}.py")[0]
-    if "--shape" in options:
-        with pytest.raises(ExportError, match="--shape H W"):
-            Steps.of(cfg.test_dataloader.dataset.pipeline).canvas()
-    else:
-        Steps.of(cfg.test_dataloader.dataset.pipeline).canvas()
 
 
 @pytest.mark.parametrize("snippet", [CALL, LOOK_UP], ids=["call", "look-up"])

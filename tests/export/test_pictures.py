@@ -1,5 +1,6 @@
 """Graphs that take a picture as it is decoded, beside the detector that reads its file."""
 
+import copy
 import json
 from unittest.mock import MagicMock
 
@@ -14,7 +15,7 @@ from torchvision.transforms.v2 import functional as F
 import visdet
 from tests.export.small_models import IN_ONNX, needs
 from visdet import init_detector
-from visdet.export import ExportError, run
+from visdet.export import ExportError, from_config, run
 from visdet.export.families.pictures import Steps, resampled
 from visdet.export.from_config import export_config
 
@@ -123,3 +124,14 @@ def test_files_of_the_users_stay(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     visdet.export(LearnableGaussianField(5), tmp_path, check=False)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_without_a_largest_size_the_steps_stay_before_the_graph(trained, tmp_path, monkeypatch, capsys):
+    cfg, checkpoint = copy.deepcopy(trained[0]), trained[1]
+    pipeline = cfg.test_dataloader.dataset.pipeline
+    cfg.test_dataloader.dataset.pipeline = [step for step in pipeline if step["type"] != "Resize"]
+    monkeypatch.setattr(from_config, "export", lambda model, out, **arguments: arguments)
+    assert "steps" not in export_config(cfg, checkpoint, tmp_path)
+    assert "with --shape H W it takes pictures" in capsys.readouterr().out
+    assert export_config(cfg, checkpoint, tmp_path, shape=(64, 64))["steps"].resize is None
+    assert export_config(*trained, tmp_path)["steps"].limits_sizes()

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--embed",
         action=argparse.BooleanOptionalAction,
         help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads (default: "
-        "True for detectors of images without --batch)",
+        "True for detectors of images without --batch, if the pipeline or --shape limits the size)",
     )
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(

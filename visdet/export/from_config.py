@@ -62,7 +62,8 @@ def export_config(
             outputs are compared.
         device: the device of the model.
         embed: whether the steps before a detector become part of the graph, which then takes a picture of any size.
-            The default is True for a detector of images whose ``batch`` is not given.
+            The default is True for a detector of images whose ``batch`` is not given, if the steps or ``shape`` limit
+            the size of pictures.
         arguments: see :func:`visdet.export.run.export`.
     """
     format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
@@ -72,11 +73,19 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    if embed is None:
+    by_default = embed is None
+    if by_default:
         embed = takes_images(cfg) and arguments.get("batch") is None
+    steps = Steps.of(dataset.get("pipeline") or ()) if embed else None
+    if steps is not None and by_default and not arguments["shape"] and not steps.limits_sizes():
+        say(
+            "the pipeline does not limit the size of pictures: the graph takes images that are normalised before, as "
+            "with --no-embed; with --shape H W it takes pictures"
+        )
+        embed, steps = False, None
     if embed:
         arguments["batch"] = arguments.get("batch") or 1
-        arguments["steps"] = Steps.of(dataset.get("pipeline") or ())
+        arguments["steps"] = steps
     images = _pictures(data, dataset.get("ann_file"))
     if data is not None and not images:
         # Scenes are played one at a time, in batches that are filled.

@@ -50,9 +50,13 @@ class Steps:
             )
         return cls(resize, load.get("channel_order", "bgr") == "bgr")
 
+    def limits_sizes(self) -> bool:
+        """Return whether a resized picture has a largest size."""
+        return self.resize is not None and math.isfinite(max(self.resize.scale))
+
     def canvas(self) -> tuple[int, int]:
         """Return the (height, width) that holds every resized picture."""
-        if self.resize is None or not math.isfinite(max(self.resize.scale)):
+        if self.resize is None or not self.limits_sizes():
             raise ExportError(
                 f"the pipeline does not limit the size of pictures. Give it, --shape H W. {_WITHOUT}"
             )
