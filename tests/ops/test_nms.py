@@ -607,6 +607,12 @@ def test_scores_are_ranked_in_their_own_type(kind, has_classes):
     assert keep.tolist() == [1]
 
 
+@pytest.mark.parametrize("threshold, kept", [(0.5, [0, 1]), (math.nextafter(0.5, 0), [0])])
+def test_a_box_that_overlaps_by_the_threshold_is_kept(threshold, kept, device):
+    boxes = torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1]], device=device)
+    assert nms(boxes, torch.tensor([0.9, 0.8], device=device), threshold)[1].tolist() == kept
+
+
 @pytest.mark.parametrize("suppress", [nms3d, nms3d_normal])
 def test_scores_of_boxes_in_space_are_ranked_in_their_own_type(suppress):
     boxes = torch.tensor([[0.0, 0, 0, 2, 2, 2, 0]] * 3)
