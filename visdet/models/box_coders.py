@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visdet.checks.arguments import AtLeast0
 from visdet.registry import TASK_UTILS
-from visdet.structures.rotated_boxes import regularized
+from visdet.structures.rotated_boxes import periodic, regularized, turned
 
 from .boxes import cxcywh_to_xyxy, diagonals, xyxy_to_cxcywh
 
@@ -109,10 +109,16 @@ class RotatedBoxCoder(UprightBoxCoder):
         self.angle_noise = angle_noise
 
     def to_unit(self, boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
-        return rotated_to_unit(boxes_px, image_whwh)
+        return boxes_px / self._extent(image_whwh)
 
     def to_pixels(self, boxes: Tensor, image_whwh: Tensor) -> Tensor:
-        return boxes * _extent(image_whwh)
+        return boxes * self._extent(image_whwh)
+
+    def _extent(self, image_whwh: Tensor) -> Tensor:
+        """Return the units [..., 5] of the network's boxes, given the sizes [..., 4] of images in pixels."""
+        size = image_whwh[..., :2]
+        diagonal = diagonals(size).unsqueeze(-1)
+        return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)
 
     def detected(self, boxes: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
         return self.divided(self.to_pixels(boxes, limit), scale)
@@ -124,8 +130,8 @@ class RotatedBoxCoder(UprightBoxCoder):
         along = torch.cat((angle.cos(), angle.sin()), dim=-1) / scale
         across = torch.cat((-angle.sin(), angle.cos()), dim=-1) / scale
         lengths = torch.stack((diagonals(along), diagonals(across)), dim=-1)
-        turned = torch.atan2(along[..., 1:], along[..., :1])
-        boxes = torch.cat((center / scale, sides * lengths, turned), dim=-1)
+        direction = torch.atan2(along[..., 1:], along[..., :1])
+        boxes = torch.cat((center / scale, sides * lengths, direction), dim=-1)
         return regularized(boxes, self.angle_version)
 
     def encoded(self, boxes: Tensor, logit: Logit) -> Tensor:
@@ -136,8 +142,7 @@ class RotatedBoxCoder(UprightBoxCoder):
 
     def positions(self, boxes: Tensor) -> Tensor:
         """Return the four numbers of the upright box, and those of its angle, which are the same after half a turn."""
-        double = 2 * boxes[..., 4:]
-        return torch.cat((boxes[..., :4], 0.5 + 0.5 * double.sin(), 0.5 + 0.5 * double.cos()), dim=-1)
+        return torch.cat((boxes[..., :4], 0.5 + 0.5 * periodic(boxes[..., 4:])), dim=-1)
 
     def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
         centers = pyramid.on_levels(references[..., :2])
@@ -151,21 +156,6 @@ class RotatedBoxCoder(UprightBoxCoder):
         """Return boxes whose sides are moved in the direction in which each box is turned."""
         center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
         low, high, turn = shift.split((2, 2, 1), dim=-1)
-        along, across = (0.5 * (low + high) * sides).split(1, dim=-1)
-        cos, sin = angle.cos(), angle.sin()
-        moved = torch.cat((along * cos - across * sin, along * sin + across * cos), dim=-1)
+        center = center + turned(0.5 * (low + high) * sides, angle)
         angle = angle + turn * (2 * self.angle_noise)
-        boxes = torch.cat((center + moved, sides * (1 + high - low), angle), dim=-1)
-        return self.to_unit(boxes, image_whwh)
-
-
-def rotated_to_unit(boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
-    """Return the network's rotated boxes [..., 5] of boxes in pixels; see :class:`RotatedBoxCoder`."""
-    return boxes_px / _extent(image_whwh)
-
-
-def _extent(image_whwh: Tensor) -> Tensor:
-    """Return the units [..., 5] of rotated boxes, given the sizes [..., 4] of images in pixels."""
-    size = image_whwh[..., :2]
-    diagonal = diagonals(size).unsqueeze(-1)
-    return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)
+        return self.to_unit(torch.cat((center, sides * (1 + high - low), angle), dim=-1), image_whwh)

@@ -57,17 +57,17 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
     """
     low_a, high_a = boxes_a.split(2, dim=-1)
     low_b, high_b = boxes_b.split(2, dim=-1)
-    intersection = _area((torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0))
-    union = _area(high_a - low_a) + _area(high_b - low_b) - intersection
+    intersection = area_of((torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0))
+    union = area_of(high_a - low_a) + area_of(high_b - low_b) - intersection
     union = union.clamp(min=eps)
     iou = intersection / union
     if mode == "iou":
         return iou
-    hull = _area((torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0)).clamp(min=eps)
+    hull = area_of((torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0)).clamp(min=eps)
     return iou - (hull - union) / hull
 
 
-def _area(sides: Tensor) -> Tensor:
+def area_of(sides: Tensor) -> Tensor:
     """Return width · height of sides [..., 2]. ``torch.prod`` is avoided, because its gradient waits for the device."""
     width, height = sides.unbind(-1)
     return width * height

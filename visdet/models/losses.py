@@ -1,5 +1,6 @@
 """Losses of classes and boxes."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from visdet.checks.arguments import AtLeast0, Range, also_takes, checked_value
 from visdet.ops import diff_iou_rotated_2d, sigmoid_focal_loss
 from visdet.registry import MODELS
+from visdet.structures.rotated_boxes import periodic, turned
 
-from .boxes import elementwise_overlaps
+from .boxes import area_of, elementwise_overlaps
 from .layers.precision import at_least_float32
 from .transfer import constants_on
 
@@ -161,21 +163,19 @@ class RotatedL1Loss(RotatedLoss):
 
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the six differences [..., 6] of boxes pred and target, which broadcast to [..., 5]."""
-        centers = (pred[..., :2] - target[..., :2]).abs()
-        ours, theirs = self._shape(pred), self._shape(target)
-        shapes = (ours - theirs).abs()
+        differences = self._differences(pred, target)
         if self.swaps_sides:
-            swapped = torch.cat((theirs[..., :2].flip(-1), -theirs[..., 2:]), dim=-1)
-            other = (ours - swapped).abs()
-            shapes = torch.where(other.sum(-1, True) < shapes.sum(-1, True), other, shapes)
-        return torch.cat((centers, shapes), dim=-1)
+            center, sides, angle = target.split((2, 2, 1), dim=-1)
+            swapped = torch.cat((center, sides.flip(-1), angle + math.pi / 2), dim=-1)
+            others = self._differences(pred, swapped)
+            is_nearer = others.sum(-1, True) < differences.sum(-1, True)
+            differences = torch.where(is_nearer, others, differences)
+        return differences
 
-    def _shape(self, boxes: Tensor) -> Tensor:
-        """Return (w, h, weight · sin 2θ, weight · cos 2θ) [..., 4] of boxes [..., 5]."""
-        double = 2 * boxes[..., 4:]
-        return torch.cat(
-            (boxes[..., 2:4], self.angle_weight * double.sin(), self.angle_weight * double.cos()), dim=-1
-        )
+    def _differences(self, pred: Tensor, target: Tensor) -> Tensor:
+        lengths = (pred[..., :4] - target[..., :4]).abs()
+        angles = (periodic(pred[..., 4:]) - periodic(target[..., 4:])).abs()
+        return torch.cat((lengths, self.angle_weight * angles), dim=-1)
 
 
 _LEAST_SIDE = 1e-3  # pixels
@@ -213,24 +213,22 @@ class GDLoss(RotatedLoss):
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
         # All is in the frame of the prediction, so that no number is the difference of large ones.
-        dx, dy = (target[..., :2] - pred[..., :2]).unbind(-1)
-        cos, sin = pred[..., 4].cos(), pred[..., 4].sin()
-        x, y = dx * cos + dy * sin, dy * cos - dx * sin
-        turn = target[..., 4] - pred[..., 4]
-        cos, sin = turn.cos(), turn.sin()
-        w, h = pred[..., 2:4].clamp(min=_LEAST_SIDE).unbind(-1)
-        true_w, true_h = target[..., 2:4].clamp(min=_LEAST_SIDE).unbind(-1)
+        center, sides, angle = pred.split((2, 2, 1), dim=-1)
+        true_center, true_sides, true_angle = target.split((2, 2, 1), dim=-1)
+        shift, turn = turned(true_center - center, -angle), true_angle - angle
+        sides, true_sides = (lengths.clamp(min=_LEAST_SIDE) for lengths in (sides, true_sides))
         # The extents of the target along the sides of the prediction.
-        along = (true_w * cos).square() + (true_h * sin).square()
-        across = (true_w * sin).square() + (true_h * cos).square()
+        extents = (true_sides * turn.cos()).square() + (true_sides.flip(-1) * turn.sin()).square()
         if self.loss_type == "kld":
-            spread = 0.5 * ((4 * x.square() + along) / w.square() + (4 * y.square() + across) / h.square())
-            divergence = (spread + (w / true_w).log() + (h / true_h).log() - 1).clamp(min=0)
+            spread = (4 * shift.square() + extents) / sides.square() - 1
+            divergence = (0.5 * spread + (sides / true_sides).log()).sum(-1).clamp(min=0)
             return 1 - 1 / (self.tau + divergence.log1p())
-        determinant = (w * h).square() + w.square() * across + h.square() * along + (true_w * true_h).square()
-        shift = (h * x).square() + (w * y).square()
-        shift = shift + (true_w * (sin * x - cos * y)).square() + (true_h * (cos * x + sin * y)).square()
-        distance = 3 * shift / determinant + 0.5 * (determinant / (4 * w * h * true_w * true_h)).log()
+        area, true_area = area_of(sides), area_of(true_sides)
+        determinant = area.square() + (sides.flip(-1).square() * extents).sum(-1) + true_area.square()
+        shifts = torch.cat((sides.flip(-1) * shift, true_sides.flip(-1) * turned(shift, -turn)), dim=-1)
+        distance = (
+            3 * shifts.square().sum(-1) / determinant + 0.5 * (determinant / (4 * area * true_area)).log()
+        )
         return (-torch.expm1(-distance)).clamp(min=1e-6).sqrt()
 
 

@@ -27,14 +27,22 @@ def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
             side w is in radians, and turns clockwise in an image, whose y axis points down, as
             ``visdet.ops.box_iou_rotated`` takes it.
     """
-    center, width, height, angle = boxes.split((2, 1, 1, 1), -1)
-    cos, sin = angle.cos(), angle.sin()
-    along = torch.cat([cos, sin], -1) * width / 2
-    across = torch.cat([-sin, cos], -1) * height / 2
-    return torch.stack(
-        [center - along - across, center + along - across, center + along + across, center - along + across],
-        -2,
-    )
+    center, sides, angle = boxes.unsqueeze(-2).split((2, 2, 1), -1)
+    corners = boxes.new_tensor([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]])
+    return center + turned(sides * corners, angle)
+
+
+def turned(vectors: Tensor, angles: Tensor) -> Tensor:  # [..., 2], [..., 1]
+    """Return vectors (x, y) [..., 2] that are turned by angles in radians, clockwise in an image."""
+    x, y = vectors.split(1, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
+
+
+def periodic(angles: Tensor) -> Tensor:  # [..., 1]
+    """Return sin 2θ and cos 2θ [..., 2] of angles θ in radians, which are those of the box after half a turn."""
+    double = 2 * angles
+    return torch.cat([double.sin(), double.cos()], -1)
 
 
 def polygons_to_boxes(polygons: Tensor, angle_version: str = "le90") -> Tensor:  # [N, K, 2]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.ops import ms_deform_attn_fused
 from visdet.registry import MODELS
+from visdet.structures.rotated_boxes import turned
 
 from ..boxes import diagonals
 from .linear import Linear
@@ -146,7 +147,7 @@ class MultiScaleDeformableAttention(BaseModule):
         rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
         offsets = self.sampling_offsets(query).view(*rows, 2)
         if reference_points.shape[-1] == 5:
-            offsets = self.turned(offsets, reference_points, spatial_shapes)
+            offsets = self.turned_offsets(offsets, reference_points, spatial_shapes)
             reference_points = reference_points[..., :2]
         out = ms_deform_attn_fused(
             value.unflatten(-1, (self.num_heads, -1)),
@@ -162,7 +163,7 @@ class MultiScaleDeformableAttention(BaseModule):
             out = out.transpose(0, 1)
         return add_and_norm(norm, out, identity, self.dropout)
 
-    def turned(self, offsets: Tensor, boxes: Tensor, spatial_shapes: Any) -> Tensor:
+    def turned_offsets(self, offsets: Tensor, boxes: Tensor, spatial_shapes: Any) -> Tensor:
         """Return offsets [B, Q, G, K, 2] from the centres of rotated boxes in pixels of each level.
 
         Args:
@@ -170,13 +171,9 @@ class MultiScaleDeformableAttention(BaseModule):
         """
         shapes = torch.as_tensor(spatial_shapes, device=boxes.device).to(boxes.dtype)
         halves = boxes[..., 2:4] * (0.5 * diagonals(shapes)).unsqueeze(-1)  # [B or 1, Q, L, 2]
-        # Nothing is made of Python's numbers, which a graph cannot copy to the device.
-        of_levels = [
-            (halves[:, :, level : level + 1] / count).expand(-1, -1, count, -1)
-            for level, count in enumerate(self.points_per_level)
-        ]
-        steps = torch.cat(of_levels, dim=2).unsqueeze(2)  # [B or 1, Q, 1, K, 2]
-        along, across = (offsets.to(boxes.dtype) * steps).unbind(-1)  # [B, Q, G, K]
-        angle = boxes[:, :, :1, 4:]  # [B or 1, Q, 1, 1], the same on all levels
-        cos, sin = angle.cos(), angle.sin()
-        return torch.stack((along * cos - across * sin, along * sin + across * cos), dim=-1)
+        counts = self.points_per_level
+        of_levels = zip(
+            offsets.split(counts, dim=3), halves.unsqueeze(2).split(1, dim=3), counts, strict=True
+        )
+        shifts = torch.cat([part * half / count for part, half, count in of_levels], dim=3)
+        return turned(shifts, boxes[:, :, :1, None, 4:])  # by the same angle on all levels

@@ -9,7 +9,7 @@ from torch import Tensor
 from visdet.checks.arguments import also_takes, with_other_names
 from visdet.registry import MODELS, TASK_UTILS, built
 
-from ..box_coders import rotated_to_unit
+from ..box_coders import RotatedBoxCoder
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
 from ..losses import RotatedLoss
@@ -128,6 +128,9 @@ class IoUCost(MatchCost):
         return -self.weight * overlaps
 
 
+_CODER = RotatedBoxCoder()
+
+
 @TASK_UTILS.register_module()
 class RotatedBoxCost(MatchCost):
     """A loss of rotated boxes, for every pair.
@@ -145,7 +148,7 @@ class RotatedBoxCost(MatchCost):
     def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
         predicted, true = boxes_px, targets.boxes_px
         if not self.loss.is_in_pixels:
-            predicted, true = (rotated_to_unit(boxes, targets.image_whwh) for boxes in (predicted, true))
+            predicted, true = (_CODER.to_unit(boxes, targets.image_whwh) for boxes in (predicted, true))
         cost = self.loss.elements(predicted.unsqueeze(-2), true.unsqueeze(-3))
         return self.weight * (cost if self.loss.is_in_pixels else cost.sum(-1))
 
