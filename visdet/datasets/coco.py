@@ -20,12 +20,12 @@ from visdet.registry import DATASETS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
-    corners_of,
     enclosing_bbox,
     is_ignored,
     lacks_size,
     load_coco_json,
     match_categories,
+    needed_corners,
 )
 
 from .transforms.base import built
@@ -283,12 +283,7 @@ class CocoDataset(BaseDataset):
         """Return the corners of a turned box, or None if the boxes of this data set are upright."""
         if self.box_type == "hbox":
             return None
-        corners = corners_of(annotation)
-        if corners is None:
-            raise InvalidInputError(
-                f"annotation file {self.ann_file}: with box_type='rbox', an annotation needs a segmentation of four "
-                f"points [[x1, y1, ..., x4, y4]] or a bbox of five numbers, got {annotation!r:.300}"
-            )
+        corners = needed_corners(annotation, f"with box_type='rbox', an annotation of {self.ann_file}")
         annotation["bbox"] = enclosing_bbox(corners)
         return corners
 

@@ -31,7 +31,7 @@ class Backend(NamedTuple):
 
 
 AREAS = ("all", "s", "m", "l")
-_MAX_DETS_OF_AP = 100
+MAX_DETS_OF_AP = 100
 
 
 def import_backend(name: str | None = None) -> Backend:
@@ -75,7 +75,7 @@ class BoxEvaluation:
             area: one of AREAS.
             label: the class. The default is the mean over all classes.
         """
-        values = self.precision[..., AREAS.index(area), self.max_dets.index(_MAX_DETS_OF_AP)]
+        values = self.precision[..., AREAS.index(area), self.max_dets.index(MAX_DETS_OF_AP)]
         values = values if iou is None else values[np.isclose(self.iou_thrs, iou)]
         return mean_of_defined(values if label is None else values[..., label])
 
@@ -117,7 +117,7 @@ def evaluate_boxes(
     for i, row in enumerate(detections, start=1):
         boxes.append({**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0})
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
-    max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
+    max_dets = sorted({MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
         for rows in (annotations, boxes):

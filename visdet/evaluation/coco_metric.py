@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -32,15 +32,6 @@ from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
 
 Iou = Annotated[float, Range(0, 1, is_open=True)]
-# The arguments of BoxEvaluation.average_precision for each name.
-_PRECISIONS: dict[str, dict[str, Any]] = {
-    "mAP": {},
-    "mAP_50": {"iou": 0.5},
-    "mAP_75": {"iou": 0.75},
-    "mAP_s": {"area": "s"},
-    "mAP_m": {"area": "m"},
-    "mAP_l": {"area": "l"},
-}
 
 
 @METRICS.register_module()
@@ -86,6 +77,17 @@ class CocoMetric(BaseMetric):
 
     default_prefix = "coco"
     box_dim: ClassVar[int] = 4
+    item_prefix: ClassVar[str] = "bbox_"
+    class_metrics: ClassVar[Sequence[str]] = ("bbox_mAP/*", "*_precision")
+    # The arguments of BoxEvaluation.average_precision for each name.
+    precisions: Mapping[str, dict[str, Any]] = {
+        "mAP": {},
+        "mAP_50": {"iou": 0.5},
+        "mAP_75": {"iou": 0.75},
+        "mAP_s": {"area": "s"},
+        "mAP_m": {"area": "m"},
+        "mAP_l": {"area": "l"},
+    }
 
     @also_takes(sort_categories=False, file_client_args=None, use_mp_eval=...)
     def __init__(
@@ -115,12 +117,13 @@ class CocoMetric(BaseMetric):
         self.proposal_nums = sorted(proposal_nums)
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
-        self.metric_items = list(checked_names("CocoMetric: metric_items", metric_items or list(_PRECISIONS)))
-        unknown = [item for item in self.metric_items if item not in [*_PRECISIONS, *recalls]]
+        known = [*self.precisions, *recalls]
+        self.metric_items = list(
+            checked_names("CocoMetric: metric_items", metric_items or list(self.precisions))
+        )
+        unknown = [item for item in self.metric_items if item not in known]
         if unknown:
-            raise InvalidInputError(
-                f"CocoMetric: metric_items must be of {[*_PRECISIONS, *recalls]}, got {unknown}"
-            )
+            raise InvalidInputError(f"CocoMetric: metric_items must be of {known}, got {unknown}")
         self.classwise_results: list[dict] = []
         self.curve_report: CurveReport | None = None
         self._backend = import_backend(backend)
@@ -134,9 +137,9 @@ class CocoMetric(BaseMetric):
     @property
     def metric_names(self) -> list[str]:
         """The names of the metrics without the prefix, where ``*`` is the name of a class."""
-        names = [f"bbox_{item}" for item in self.metric_items]
-        of_classes = ["bbox_mAP/*", "*_precision"] if self.classwise else []
-        return [] if self.format_only else names + of_classes
+        names = [f"{self.item_prefix}{item}" for item in self.metric_items]
+        of_classes = self.class_metrics if self.classwise else ()
+        return [] if self.format_only else [*names, *of_classes]
 
     @property
     def dataset_meta(self) -> dict | None:
@@ -178,7 +181,7 @@ class CocoMetric(BaseMetric):
             result = {
                 "img_id": sample["img_id"],
                 "img_path": sample.get("img_path"),
-                "bboxes": self._boxes_of(given["bboxes"]),
+                "bboxes": self._boxes_of(given),
                 "scores": _numpy(given["scores"]),
                 "labels": _numpy(given["labels"]).astype(int),
             }
@@ -187,13 +190,10 @@ class CocoMetric(BaseMetric):
                 check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
             self.results.append(result)
 
-    def _boxes_of(self, bboxes: torch.Tensor, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
+    def _boxes_of(self, instances: Any, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
         """Return boxes in an image, which is ``scale`` (width, height) times that of the file, as the file has them."""
-        xyxy = _numpy(bboxes).reshape(-1, 4) / np.tile(scale, 2)
+        xyxy = _numpy(instances["bboxes"]).reshape(-1, 4) / np.tile(scale, 2)
         return np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1)
-
-    def _true_boxes(self, instances: Any, scale: Sequence[float]) -> np.ndarray:
-        return self._boxes_of(instances["bboxes"], scale)
 
     def _box_of(self, annotation: dict) -> list[float]:
         return annotation["bbox"]
@@ -209,7 +209,7 @@ class CocoMetric(BaseMetric):
                 raise InvalidInputError(
                     f"{type(self).__name__}: without an ann_file the data samples must hold gt_instances"
                 )
-            boxes = self._true_boxes(instances, sample.get("scale_factor", (1.0, 1.0)))
+            boxes = self._boxes_of(instances, sample.get("scale_factor", (1.0, 1.0)))
             areas = instances.get(
                 "areas", boxes[:, 2] * boxes[:, 3]
             )  # of COCO's boxes, the only ones that have some
@@ -256,13 +256,27 @@ class CocoMetric(BaseMetric):
         if self.classwise:
             self._log_classes()
             for row in self.classwise_results:
-                metrics |= self._metrics_of_class(row)
+                names = (metric.replace("*", row["name"]) for metric in self.class_metrics)
+                metrics |= dict.fromkeys(names, row["mAP"])
         return metrics
 
     def _measured(
         self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
     ) -> dict[str, float]:
-        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name.
+        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name."""
+        evaluation, report = self._evaluated(truth, detections, num_images, classes)
+        for label, (name, curve) in enumerate(report.classes.items()):
+            row = {"name": name, "num_boxes": curve["num_truths"]}
+            for item, choice in self.precisions.items():
+                row[item] = evaluation.average_precision(label=label, **choice)
+            self.classwise_results.append(row)
+        self.curve_report = report
+        return {f"{self.item_prefix}{item}": self._value_of(evaluation, item) for item in self.metric_items}
+
+    def _evaluated(
+        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
+    ) -> tuple[BoxEvaluation, CurveReport]:
+        """Return the APs and the curves of the classes.
 
         Args:
             truth, detections: see :func:`evaluate_boxes`. num_images: the number of images.
@@ -270,16 +284,13 @@ class CocoMetric(BaseMetric):
         """
         size = num_images, len(classes)
         evaluation = evaluate_boxes(truth, detections, size, self.iou_thrs, self.proposal_nums, self._backend)
-        self.curve_report = box_report(truth, detections, num_images, classes, self._backend.iou)
-        for label, name in enumerate(classes):
-            row = {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
-            for item, choice in _PRECISIONS.items():
-                row[item] = evaluation.average_precision(label=label, **choice)
-            self.classwise_results.append(row)
-        return {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
+        return evaluation, box_report(truth, detections, num_images, classes, self._backend.iou)
 
-    def _metrics_of_class(self, row: dict[str, Any]) -> dict[str, float]:
-        return dict.fromkeys((f"bbox_mAP/{row['name']}", f"{row['name']}_precision"), row["mAP"])
+    def _value_of(self, evaluation: BoxEvaluation, item: str) -> float:
+        if item in self.precisions:
+            return evaluation.average_precision(**self.precisions[item])
+        name, _, max_dets = item.partition("@")
+        return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
 
     def _different_images(self, results: list[dict]) -> list[dict]:
         """Return the result of each image once, since samplers repeat images to fill batches."""
@@ -376,10 +387,3 @@ def _detections(results: list[dict]) -> list[dict]:
 
 def _id_order(result: dict) -> tuple[bool, int | str]:
     return id_order(result["img_id"])
-
-
-def _value_of(evaluation: BoxEvaluation, item: str) -> float:
-    if item in _PRECISIONS:
-        return evaluation.average_precision(**_PRECISIONS[item])
-    name, _, max_dets = item.partition("@")
-    return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")

@@ -1,20 +1,19 @@
 """Average precision of turned boxes, as DOTA defines it."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from visdet.checks.arguments import also_takes
-from visdet.errors import InvalidInputError
 from visdet.registry import METRICS, OPS
-from visdet.structures.coco_json import corners_of
+from visdet.structures.coco_json import needed_corners
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
-from .box_evaluation import mean_of_defined
+from .box_evaluation import MAX_DETS_OF_AP, BoxEvaluation
 from .coco_metric import CocoMetric, Iou
-from .precision_recall import Found, found_in_images, report_of
+from .precision_recall import CurveReport, Found, found_in_images, report_of
 
 _SHOWN = (0.5, 0.75)
 
@@ -52,6 +51,8 @@ class DOTAMetric(CocoMetric):
 
     default_prefix = "dota"
     box_dim = 5
+    item_prefix = ""
+    class_metrics = ("mAP/*",)
 
     @also_takes(
         metric="mAP",
@@ -83,86 +84,37 @@ class DOTAMetric(CocoMetric):
         self.eval_mode = eval_mode
         for annotation in self._content["annotations"] if self._content else ():
             self._box_of(annotation)  # A mistake is found now, and not after the first epoch.
-        self._shown = {f"AP{100 * iou:.3g}": iou for iou in (_SHOWN if iou_thrs is None else self.iou_thrs)}
+        shown = _SHOWN if iou_thrs is None else self.iou_thrs
+        self.precisions = {"mAP": {}, **{f"AP{100 * iou:.3g}": {"iou": iou} for iou in shown}}
+        self.metric_items = list(self.precisions)
 
-    @property
-    def metric_names(self) -> list[str]:
-        """The names of the metrics without the prefix, where ``*`` is the name of a class."""
-        return ["mAP", *self._shown, *(["mAP/*"] if self.classwise else [])]
-
-    def _boxes_of(self, bboxes: torch.Tensor, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
-        return (boxes_to_polygons(bboxes.double().cpu()).numpy() / scale).reshape(-1, 8)
-
-    def _true_boxes(self, instances: Any, scale: Sequence[float]) -> np.ndarray:
-        if "polygons" in instances:
+    def _boxes_of(self, instances: Any, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
+        if "polygons" in instances:  # the corners in the file, of true boxes alone
             return instances["polygons"].cpu().numpy().reshape(-1, 8)
-        return super()._true_boxes(instances, scale)
+        return (boxes_to_polygons(instances["bboxes"].double().cpu()).numpy() / scale).reshape(-1, 8)
 
     def _box_of(self, annotation: dict) -> list[float]:
-        corners = corners_of(annotation)
-        if corners is None:
-            raise InvalidInputError(
-                f"DOTAMetric: an annotation of {self._ann_file} has no segmentation of four points: {annotation!r:.300}"
-            )
-        return corners
+        return needed_corners(annotation, f"DOTAMetric: an annotation of {self._ann_file}")
 
-    def _metrics_of_class(self, row: dict[str, Any]) -> dict[str, float]:
-        return {f"mAP/{row['name']}": row["mAP"]}
-
-    def _measured(
+    def _evaluated(
         self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
-    ) -> dict[str, float]:
+    ) -> tuple[BoxEvaluation, CurveReport]:
         least = min(self.iou_thrs)
         images = found_in_images(truth, detections, num_images, len(classes), _iou, least, box_dim=8)
-        self.curve_report = report_of(images, classes, f"rotated IoU {least:g}")
-        matches = _matches(images)
-        precisions = np.array([self._precisions(matches, label) for label in range(len(classes))])
-        for row, (name, curve) in zip(precisions, self.curve_report.classes.items(), strict=True):
-            self.classwise_results.append(
-                {"name": name, "num_boxes": curve["num_truths"], **self._values(row)}
-            )
-        return self._values(precisions)
-
-    def _values(self, precisions: np.ndarray) -> dict[str, float]:
-        """Return the metrics of APs [..., thresholds] by name."""
-        values = {"mAP": mean_of_defined(precisions)}
-        for name, iou in self._shown.items():
-            values[name] = mean_of_defined(precisions[..., np.isclose(self.iou_thrs, iou)])
-        return values
-
-    def _precisions(self, matches: "_Matches", label: int) -> list[float]:
-        """Return the AP of a class at each threshold, -1 if it has no true boxes."""
-        num_truths = np.count_nonzero((matches.labels == label) & ~matches.is_difficult)
-        if not num_truths:
-            return [-1.0] * len(self.iou_thrs)
-        ious, truths = matches.ious[matches.predicted == label], matches.truths[matches.predicted == label]
-        found = []
-        for iou in self.iou_thrs:
+        report = report_of(images, classes, f"rotated IoU {least:g}")
+        predicted, ious, truths, is_difficult = _closest(images)
+        precisions = np.empty((len(self.iou_thrs), len(classes)))
+        for row, iou in zip(precisions, self.iou_thrs, strict=True):
             hits = np.flatnonzero(ious > iou)
             is_right = np.zeros(len(ious), bool)
             is_right[hits[np.unique(truths[hits], return_index=True)[1]]] = True
             counts = np.ones(len(ious), bool)
-            counts[hits] = ~matches.is_difficult[truths[hits]]
-            right = np.cumsum(is_right[counts])
-            precision = right / np.arange(1, len(right) + 1)
-            found.append(_average_precision(right / num_truths, precision, self.eval_mode))
-        return found
-
-
-class _Matches(NamedTuple):
-    """All detections, the highest score first, and all true boxes.
-
-    Attributes:
-        predicted: [m], the class of each detection. ious, truths: [m], its greatest IoU with a true box of its class,
-            and the position of that among all true boxes, which has no meaning if the IoU is 0.
-        labels, is_difficult: [n], of the true boxes.
-    """
-
-    predicted: np.ndarray
-    ious: np.ndarray
-    truths: np.ndarray
-    labels: np.ndarray
-    is_difficult: np.ndarray
+            counts[hits] = ~is_difficult[truths[hits]]
+            for label, curve in enumerate(report.classes.values()):
+                of_class = is_right[counts & (predicted == label)]
+                row[label] = _average_precision(of_class, curve["num_truths"], self.eval_mode)
+        of_all_boxes = precisions[:, None, :, None, None]
+        return BoxEvaluation(of_all_boxes, np.empty(0), self.iou_thrs, [MAX_DETS_OF_AP]), report
 
 
 def _iou(boxes: np.ndarray, true_boxes: np.ndarray, is_crowd: Sequence[bool]) -> np.ndarray:
@@ -170,7 +122,13 @@ def _iou(boxes: np.ndarray, true_boxes: np.ndarray, is_crowd: Sequence[bool]) ->
     return OPS.get("box_iou_quadri")(torch.from_numpy(boxes), torch.from_numpy(true_boxes)).numpy()
 
 
-def _matches(images: Sequence[Found]) -> _Matches:
+def _closest(images: Sequence[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return what each detection overlaps most, the highest score first.
+
+    Returns:
+        the class [m] of each detection; its greatest IoU [m] with a true box of its class; the position [m] of that
+        among all true boxes, which has no meaning if the IoU is 0; and whether each true box is difficult, bool [n].
+    """
     ious, truths = [], []
     num_before = 0
     for image in images:
@@ -179,22 +137,18 @@ def _matches(images: Sequence[Found]) -> _Matches:
         ious.append(overlap.max(axis=1))
         truths.append(num_before + overlap.argmax(axis=1))
         num_before += len(image.labels)
-
-    def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-        return np.concatenate(list(parts))
-
-    order = np.argsort(-joined(image.scores for image in images), kind="stable")
-    return _Matches(
-        joined(image.predicted for image in images)[order],
-        joined(ious)[order],
-        joined(truths)[order],
-        joined(image.labels for image in images),
-        joined(image.is_crowd for image in images),
-    )
+    order = np.argsort(-np.concatenate([image.scores for image in images]), kind="stable")
+    predicted = np.concatenate([image.predicted for image in images])
+    is_difficult = np.concatenate([image.is_crowd for image in images])
+    return predicted[order], np.concatenate(ious)[order], np.concatenate(truths)[order], is_difficult
 
 
-def _average_precision(recall: np.ndarray, precision: np.ndarray, mode: str) -> float:
-    """Return the AP of the recalls and precisions [m] of all detections, the highest score first."""
+def _average_precision(is_right: np.ndarray, num_truths: int, mode: str) -> float:
+    """Return the AP of detections [m], the highest score first, or -1 if there are no true boxes."""
+    if not num_truths:
+        return -1.0
+    right = np.cumsum(is_right)
+    recall, precision = right / num_truths, right / np.arange(1, len(right) + 1)
     greatest = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
     if mode == "area":
         return float(np.diff(recall, prepend=0) @ greatest[:-1])

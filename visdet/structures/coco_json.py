@@ -190,6 +190,17 @@ def corners_of(annotation: Mapping[str, Any]) -> list[float] | None:
     return corners if _are_numbers(corners, 8) else None
 
 
+def needed_corners(annotation: Mapping[str, Any], what: str) -> list[float]:
+    """Return the result of :func:`corners_of`, which must not be None. ``what`` names the annotation in the error."""
+    corners = corners_of(annotation)
+    if corners is None:
+        raise InvalidInputError(
+            f"{what} has no segmentation of four points [[x1, y1, ..., x4, y4]] and no bbox of five numbers: "
+            f"{annotation!r:.300}"
+        )
+    return corners
+
+
 def _fault_in_image(image: dict) -> str | None:
     if not isinstance(image["file_name"], str):
         return "file_name must be a text"
