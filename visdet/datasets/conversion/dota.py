@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from .source import Picture, Source, files_below, outlined, text_of
+from .source import Box, Picture, Source, files_below, outlined
 
 # The folders of DOTA, and of the tiles that mmrotate cuts from it.
 _FOLDERS = ("labelTxt", "annfiles")
@@ -25,13 +25,13 @@ def read_dota(source: Source) -> Iterator[Picture]:
     """Yield the picture of each text file. Difficult objects get ``ignore``."""
     for file in dota_files(source.root):
         split = source.file_split(file)
-        picture = Picture(source.picture_like(file, split), split)
-        for number, line in enumerate(text_of(file).splitlines(), start=1):
-            with source.left_out.counted(source.left_out.boxes, f"line {number} of {file}, {line[:60]!r}"):
-                if line.strip() and not line.startswith(_HEADERS):
-                    *points, label, difficult = line.split()
-                    if len(points) != 8:
-                        raise ValueError("an object has x1 y1 x2 y2 x3 y3 x4 y4 class difficult")
-                    corners, others = outlined([float(point) for point in points])
-                    picture.boxes.append((label, corners, others | {"ignore": int(difficult != "0")}))
-        yield picture
+        boxes = list(source.boxes_in_lines(file, _box, _HEADERS))
+        yield Picture(source.picture_like(file, split), split, boxes=boxes)
+
+
+def _box(words: list[str]) -> Box:
+    *points, label, difficult = words
+    if len(points) != 8:
+        raise ValueError("an object has x1 y1 x2 y2 x3 y3 x4 y4 class difficult")
+    corners, others = outlined(list(map(float, points)))
+    return label, corners, others | {"ignore": int(difficult != "0")}

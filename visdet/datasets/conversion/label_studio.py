@@ -36,8 +36,9 @@ def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
         with source.left_out.counted(source.left_out.boxes, f"a region of {path} in {file}"):
             if item["type"] != "rectanglelabels" or item.get("image_rotation"):
                 raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")
-            picture.size = (item["original_width"], item["original_height"])
-            picture.boxes.append((item["value"]["rectanglelabels"][0], *outlined(_points_of(item))))
+            value, size = item["value"], (item["original_width"], item["original_height"])
+            picture.size = size
+            picture.boxes.append((value["rectanglelabels"][0], *outlined(_points_of(value, size))))
     return picture
 
 
@@ -51,14 +52,13 @@ def _path_of(data: dict[str, Any], file: Path, source: Source) -> Path:
     raise ValueError(f"its data name no image: {data!r:.200}")
 
 
-def _points_of(item: dict[str, Any]) -> list[float]:
-    """Return the four corners of a rectangle in pixels.
+def _points_of(value: dict[str, Any], size: tuple[int, int]) -> list[float]:
+    """Return the four corners of a rectangle in pixels of an image of the (width, height) ``size``.
 
     Its sides are in percent of those of the image, and it is turned clockwise about its top left corner, in degrees.
     """
-    value = item["value"]
-    x, w = (value[key] * item["original_width"] / 100 for key in ("x", "width"))
-    y, h = (value[key] * item["original_height"] / 100 for key in ("y", "height"))
+    keys = ("x", "y", "width", "height")
+    x, y, w, h = (value[key] * side / 100 for key, side in zip(keys, size * 2, strict=True))
     box = torch.tensor([0, 0, w, h, math.radians(value.get("rotation", 0))], dtype=torch.float64)
     corners = boxes_to_polygons(box)
     return (corners - corners[0] + torch.tensor([x, y])).flatten().tolist()

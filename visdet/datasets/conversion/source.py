@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,9 @@ _LEAST_FOLDERS = (
 )
 
 
+Box = tuple[str, list[float], dict[str, Any]]  # see Picture.boxes
+
+
 @dataclass
 class Picture:
     """An image of a data set.
@@ -38,7 +41,7 @@ class Picture:
     path: Path
     split: str = ""
     size: tuple[float, float] | None = None
-    boxes: list[tuple[str, list[float], dict[str, Any]]] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
     is_relative: bool = False
 
 
@@ -105,6 +108,16 @@ class Source:
     @cached_property
     def _name_of_stem(self) -> dict[str, str]:
         return {path.stem: path.name for path in self.pictures}
+
+    def boxes_in_lines(
+        self, file: Path, read: Callable[[list[str]], Box], headers: tuple[str, ...] = ()
+    ) -> Iterator[Box]:
+        """Yield the box that ``read`` makes of the words of each line of a file that is neither empty nor a header."""
+        for number, line in enumerate(text_of(file, "replace").splitlines(), start=1):
+            what = f"line {number} of {file}, {line[:60]!r}, is no box of a class"
+            with self.left_out.counted(self.left_out.boxes, what):
+                if line.strip() and not line.startswith(headers):
+                    yield read(line.split())
 
     def picture_like(self, file: Path, split: str = "") -> Path:
         """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""

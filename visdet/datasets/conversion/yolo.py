@@ -1,6 +1,7 @@
 """Reading YOLO folders: data.yaml or classes.txt, images, and a text file of boxes for each image."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
-from .source import Picture, Source, checked_corners, files_below, outlined, pictures_below, text_of
+from .source import Box, Picture, Source, checked_corners, files_below, outlined, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
@@ -40,14 +41,14 @@ def read_yolo(source: Source) -> Iterator[Picture]:
     data = _content_of(table)
     names = _names_of(data, table)
     source.names += map(str, names.values())
-    has_outlines = "kpt_shape" not in data
+    read_box = partial(_box, names=names, has_outlines="kpt_shape" not in data)
     read: set[Path] = set()
     for split, path in _files_of_splits(source, data, table):
         label = _label_of(path)
         read.add(label.resolve())
         picture = Picture(path.resolve(), split, is_relative=True)
         if label.is_file():
-            picture.boxes += _boxes(label, names, has_outlines, source)
+            picture.boxes += source.boxes_in_lines(label, read_box)
         yield picture
     # The images of labels that data.yaml does not name are counted as images without annotations.
     stems = {path.stem for path in source.pictures}
@@ -125,23 +126,17 @@ def _label_of(image: Path) -> Path:
     return next((place for place in places if place.is_file()), places[0])
 
 
-def _boxes(
-    label: Path, names: dict[int, Any], has_outlines: bool, source: Source
-) -> Iterator[tuple[str, list[float], dict[str, Any]]]:
-    """Yield the class and the corners of each box, which are fractions of the width and the height.
+def _box(words: list[str], names: dict[int, Any], has_outlines: bool) -> Box:
+    """Return the class and the corners of a box, which are fractions of the width and the height.
 
     An outline of four points stays, which may be that of a turned box.
     """
-    for number, line in enumerate(text_of(label, "replace").splitlines(), start=1):
-        what = f"line {number} of {label}, {line[:60]!r}, is no box of a class"
-        with source.left_out.counted(source.left_out.boxes, what):
-            if line.strip():
-                kind, *values = map(float, line.split())
-                x, y, w, h = values[:4]
-                corners = checked_corners([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
-                others: dict[str, Any] = {}
-                # A box encloses an outline, and stands before key points.
-                if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
-                    # A number after the last pair is a score.
-                    corners, others = outlined(values[: len(values) // 2 * 2])
-                yield str(names[int(kind)]), corners, others
+    kind, *values = map(float, words)
+    x, y, w, h = values[:4]
+    corners = checked_corners([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
+    others: dict[str, Any] = {}
+    # A box encloses an outline, and stands before key points.
+    if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
+        # A number after the last pair is a score.
+        corners, others = outlined(values[: len(values) // 2 * 2])
+    return str(names[int(kind)]), corners, others
