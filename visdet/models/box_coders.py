@@ -41,8 +41,7 @@ class UprightBoxCoder:
 
     def detected(self, boxes: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
         """Return the network's boxes in pixels of the original images; see ``PredictionBatch``."""
-        boxes = cxcywh_to_xyxy(boxes)
-        return self.divided(torch.minimum((boxes * limit).clamp(min=0), limit), scale)
+        return self.divided(torch.minimum(self.to_pixels(boxes, limit).clamp(min=0), limit), scale)
 
     def divided(self, boxes_px: Tensor, scale: Tensor) -> Tensor:
         """Return boxes whose coordinates are divided by a scale [..., 4] (x, y, x, y)."""
@@ -50,11 +49,15 @@ class UprightBoxCoder:
 
     def encoded(self, boxes: Tensor, logit: Logit) -> Tensor:
         """Return what the network adds its predictions to, given the network's boxes or points (x, y)."""
-        return logit(boxes)
+        return self._of_lengths(logit, boxes)
 
     def decoded(self, encoded: Tensor) -> Tensor:
         """Return the boxes of which ``encoded`` has made the numbers."""
-        return encoded.sigmoid()
+        return self._of_lengths(torch.sigmoid, encoded)
+
+    def _of_lengths(self, function: Logit, boxes: Tensor) -> Tensor:
+        """Return boxes after a function of the numbers that are in 0..1 of the image."""
+        return function(boxes)
 
     def filled(self, encoded: Tensor) -> Tensor:
         """Return encoded points or upright boxes with zeros for the numbers that they do not have."""
@@ -127,30 +130,24 @@ class RotatedBoxCoder(UprightBoxCoder):
         """Return boxes that have the lengths and the direction of the sides w of the divided boxes."""
         center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
         scale = scale[..., :2]
-        along = torch.cat((angle.cos(), angle.sin()), dim=-1) / scale
-        across = torch.cat((-angle.sin(), angle.cos()), dim=-1) / scale
+        cos, sin = angle.cos(), angle.sin()
+        along, across = torch.cat((cos, sin), dim=-1) / scale, torch.cat((sin, cos), dim=-1) / scale
         lengths = torch.stack((diagonals(along), diagonals(across)), dim=-1)
         direction = torch.atan2(along[..., 1:], along[..., :1])
         boxes = torch.cat((center / scale, sides * lengths, direction), dim=-1)
         return regularized(boxes, self.angle_version)
 
-    def encoded(self, boxes: Tensor, logit: Logit) -> Tensor:
-        return torch.cat((logit(boxes[..., :4]), boxes[..., 4:]), dim=-1)
-
-    def decoded(self, encoded: Tensor) -> Tensor:
-        return torch.cat((encoded[..., :4].sigmoid(), encoded[..., 4:]), dim=-1)
+    def _of_lengths(self, function: Logit, boxes: Tensor) -> Tensor:
+        return torch.cat((function(boxes[..., :4]), boxes[..., 4:]), dim=-1)
 
     def positions(self, boxes: Tensor) -> Tensor:
         """Return the four numbers of the upright box, and those of its angle, which are the same after half a turn."""
         return torch.cat((boxes[..., :4], 0.5 + 0.5 * periodic(boxes[..., 4:])), dim=-1)
 
     def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
-        centers = pyramid.on_levels(references[..., :2])
-        shapes = pyramid.level_shapes.flip(-1).to(references.dtype)
-        ratios = diagonals(pyramid.valid_ratios * shapes) / diagonals(shapes)  # of the diagonals, [B or 1, L]
-        sides = references[..., None, 2:4] * ratios[:, None, :, None]
-        angles = references[..., None, 4:].expand(-1, -1, sides.shape[2], -1)
-        return torch.cat((centers, sides, angles), dim=-1)
+        sizes = pyramid.level_shapes.flip(-1).to(references.dtype)
+        ratios = self._extent(pyramid.valid_ratios * sizes) / self._extent(sizes)  # [B or 1, L, 5]
+        return references.unsqueeze(-2) * ratios[:, None, :, : references.shape[-1]]
 
     def jittered(self, boxes_px: Tensor, shift: Tensor, image_whwh: Tensor) -> Tensor:
         """Return boxes whose sides are moved in the direction in which each box is turned."""
