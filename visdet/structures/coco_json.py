@@ -183,11 +183,11 @@ def corners_of(annotation: Mapping[str, Any]) -> list[float] | None:
 
     A fifth point that closes the outline is left out.
     """
-    outlines = annotation.get("segmentation")
-    if not isinstance(outlines, list) or len(outlines) != 1 or not isinstance(outlines[0], list):
-        return None
-    corners = outlines[0][:8] if outlines[0][8:] == outlines[0][:2] else outlines[0]
-    return corners if _are_numbers(corners, 8) else None
+    match annotation.get("segmentation"):
+        case [list(outline)]:
+            corners = outline[:8] if outline[8:] == outline[:2] else outline
+            return corners if _are_numbers(corners, 8) else None
+    return None
 
 
 def needed_corners(annotation: Mapping[str, Any], what: str) -> list[float]:

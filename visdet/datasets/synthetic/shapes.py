@@ -54,15 +54,12 @@ def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> t
     painted = [_paint(rng, canvas, owner, index, rotated) for index in range(rng.integers(1, 7))]
     objects = []
     for index, (label, full_area, corners) in enumerate(painted):
-        rows, columns = np.nonzero(owner == index)
-        if len(rows) < _MIN_VISIBLE * full_area or not len(rows):
+        pixels = np.argwhere(owner == index)[:, ::-1]  # (x, y)
+        if len(pixels) < _MIN_VISIBLE * full_area or not len(pixels):
             continue
-        if rotated:
-            bbox = (*corners.min(axis=0).tolist(), *corners.max(axis=0).tolist())
-            objects.append(Shape(label, bbox, len(rows), corners.tolist()))
-        else:
-            bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
-            objects.append(Shape(label, bbox, len(rows)))
+        points = corners if rotated else np.concatenate([pixels, pixels + 1])
+        bbox = (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
+        objects.append(Shape(label, bbox, len(pixels), corners.tolist() if rotated else None))
     canvas += rng.normal(0.0, 3.0, canvas.shape)
     return canvas.clip(0, 255).round().astype(np.uint8), objects
 
@@ -97,10 +94,9 @@ def _paint(
 
     cos, sin = math.cos(turn), math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
-    outlines = [outline @ to_image.T + center for outline in _OUTLINES[SHAPE_CLASSES[label]]]
-    (left, top), (right, bottom) = (
-        reach(_OUTLINES[SHAPE_CLASSES[label]][0], axis=0) for reach in (np.min, np.max)
-    )
+    of_radius_1 = _OUTLINES[SHAPE_CLASSES[label]]
+    outlines = [outline @ to_image.T + center for outline in of_radius_1]
+    (left, top), (right, bottom) = of_radius_1[0].min(axis=0), of_radius_1[0].max(axis=0)
     corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom)]) @ to_image.T + center
     area = polygon_area(outlines[0]) - sum(map(polygon_area, outlines[1:]))
 

@@ -148,12 +148,9 @@ class Detections:
     @checked
     def nms(self, iou_threshold: Share) -> "Detections":
         """Return the detections without those that a better one of their class overlaps by more than a threshold."""
-        if self.are_turned:
-            suppress = OPS.get("nms_rotated")
-            return self[suppress(self.boxes, self.scores, iou_threshold, self.labels)[1]]
         suppress = OPS.get("batched_nms")
-        kept = suppress(self.boxes, self.scores, self.labels, {"iou_threshold": iou_threshold})[1]
-        return self[kept]
+        settings = {"type": "nms_rotated" if self.are_turned else "nms", "iou_threshold": iou_threshold}
+        return self[suppress(self.boxes, self.scores, self.labels, settings)[1]]
 
     @property
     def are_turned(self) -> bool:
