@@ -141,13 +141,16 @@ def corners_of(boxes: Tensor) -> Tensor:
     """Return the corners [N, 4, 2] of boxes [N, 5] or [N, 8]."""
     if boxes.shape[1] == 8:
         return boxes.reshape(-1, 4, 2)
-    center, sides, angle = boxes[:, :2], boxes[:, 2:4].clamp(min=0) / 2, boxes[:, 4:]
-    along = torch.cat([angle.cos(), angle.sin()], 1) * sides[:, :1]
-    across = torch.cat([-angle.sin(), angle.cos()], 1) * sides[:, 1:]
-    return torch.stack(
-        [center - along - across, center + along - across, center + along + across, center - along + across],
-        1,
-    )
+    center, sides, angle = boxes.split((2, 2, 1), 1)
+    return center[:, None] + corners_from_center(sides.clamp(min=0), angle)
+
+
+def corners_from_center(sides: Tensor, angle: Tensor) -> Tensor:
+    """Return the corners [..., 4, 2] of boxes, from their centres, given their sides [..., 2] and angles [..., 1]."""
+    half_w, half_h = (sides / 2).split(1, -1)
+    cosine, sine = angle.cos(), angle.sin()
+    along, across = torch.cat([cosine, sine], -1) * half_w, torch.cat([-sine, cosine], -1) * half_h
+    return torch.stack([-along - across, along - across, along + across, across - along], -2)
 
 
 def quadrilateral_area(corners: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def boxes_overlap_bev(
 
     Source: The signature is mmcv's.
     """
-    return overlaps("boxes_overlap_bev", _from_above(boxes_a), _from_above(boxes_b), 5, "area", False)
+    return overlaps("boxes_overlap_bev", from_above(boxes_a), from_above(boxes_b), 5, "area", False)
 
 
 @declared(boxes_a="real [M, 7]", boxes_b="real [N, 7]")
@@ -60,10 +60,8 @@ def boxes_iou3d(
     Source: The signature is mmcv's.
     """
     a, b = boxes_a.detach().double(), boxes_b.detach().double()
-    area = overlaps("boxes_iou3d", _from_above(a), _from_above(b), 5, "area", False)
-    top = torch.minimum((a[:, 2] + a[:, 5] / 2)[:, None], b[:, 2] + b[:, 5] / 2)
-    bottom = torch.maximum((a[:, 2] - a[:, 5] / 2)[:, None], b[:, 2] - b[:, 5] / 2)
-    shared = area * (top - bottom).clamp(min=0)
+    area = overlaps("boxes_iou3d", from_above(a), from_above(b), 5, "area", False)
+    shared = area * shared_height(a[:, None], b)
     union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
     is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)
     iou = torch.where(shared == 0, 0.0, shared / union).masked_fill(~is_number, torch.nan)
@@ -93,7 +91,7 @@ def nms3d(
 
     Source: The signature is mmcv's.
     """
-    return kept_indices(_from_above(boxes), scores, iou_threshold)
+    return kept_indices(from_above(boxes), scores, iou_threshold)
 
 
 @declared(boxes="real [N, 7]", scores="real [N]", iou_threshold="number")
@@ -124,6 +122,13 @@ def nms3d_normal(
     return kept_indices(torch.cat([wide[:, :2] - half, wide[:, :2] + half], 1), scores, iou_threshold)
 
 
-def _from_above(boxes: Tensor) -> Tensor:
-    """Return (x, y, dx, dy, heading) of boxes [N, 7]."""
-    return torch.cat([boxes[:, :2], boxes[:, 3:5], boxes[:, 6:]], 1)
+def from_above(boxes: Tensor) -> Tensor:
+    """Return (x, y, dx, dy, heading) of boxes [..., 7]."""
+    return torch.cat([boxes[..., :2], boxes[..., 3:5], boxes[..., 6:]], -1)
+
+
+def shared_height(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
+    """Return the lengths along z [...] that boxes [..., 7] have in common."""
+    (z_a, half_a), (z_b, half_b) = ((boxes[..., 2], boxes[..., 5] / 2) for boxes in (boxes_a, boxes_b))
+    top, bottom = torch.minimum(z_a + half_a, z_b + half_b), torch.maximum(z_a - half_a, z_b - half_b)
+    return (top - bottom).clamp(min=0)

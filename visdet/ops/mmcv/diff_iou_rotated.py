@@ -1,25 +1,27 @@
 """Overlaps of rotated boxes that are differentiable with respect to the boxes."""
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
 from .._declared import declared
 from ..box_iou_rotated import corners_of, shared_area
+from ..iou3d import from_above, shared_height
 
 __all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
 
 
-def _iou(
-    box1: Tensor, box2: Tensor, height: Tensor | float = 1.0, lengths: Sequence[Tensor | float] = (1.0, 1.0)
-) -> Tensor:
-    """Return the IoU of float64 boxes (x, y, w, h, angle, ...), given the height that they share and their own."""
-    center = torch.nn.functional.pad(box1[..., :2].detach(), (0, box1.shape[-1] - 2))  # instead of the origin
-    p, q = (corners_of((box - center)[..., :5].flatten(0, 1)) for box in (box1, box2))
-    shared = shared_area(p, q, are_boxes=True).view(box1.shape[:2]) * height
-    areas = [box[..., 2].clamp(min=0) * box[..., 3].clamp(min=0) for box in (box1, box2)]
-    sizes = [area * length for area, length in zip(areas, lengths, strict=True)]
+def _shared_area(box1: Tensor, box2: Tensor) -> Tensor:
+    """Return the area that boxes (x, y, w, h, angle) share, of each pair [B, N]."""
+    center = torch.nn.functional.pad(box1[..., :2].detach(), (0, 3))  # instead of the origin
+    p, q = (corners_of((box - center).flatten(0, 1)) for box in (box1, box2))
+    return shared_area(p, q, are_boxes=True).view(box1.shape[:2])
+
+
+def _iou(box1: Tensor, box2: Tensor, shared: Tensor, sides: slice) -> Tensor:
+    """Return the IoU of boxes in the plane or in space, given what they share and where their sides are."""
+    sizes = [math.prod(box[..., sides].clamp(min=0).unbind(-1)) for box in (box1, box2)]
     is_number = box1.isfinite().all(-1) & box2.isfinite().all(-1)
     return (shared / (sizes[0] + sizes[1] - shared)).masked_fill(~is_number, torch.nan)
 
@@ -47,7 +49,8 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
-    return _iou(box1.double(), box2.double()).to(box1.dtype)
+    first, second = box1.double(), box2.double()
+    return _iou(first, second, _shared_area(first, second), slice(2, 4)).to(box1.dtype)
 
 
 @declared(
@@ -73,16 +76,9 @@ def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] 
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
-    # All seven numbers of a box decide whether it is one. A list of columns would come from the host.
-    first, second = (
-        torch.cat((box[..., :2], box[..., 3:5], box[..., 6:], box[..., 2:3], box[..., 5:6]), -1)
-        for box in (box3d1.double(), box3d2.double())
-    )
-    (z1, length1), (z2, length2) = (box[..., 5:].unbind(-1) for box in (first, second))
-    top = torch.minimum(z1 + length1 / 2, z2 + length2 / 2)
-    bottom = torch.maximum(z1 - length1 / 2, z2 - length2 / 2)
-    lengths = length1.clamp(min=0), length2.clamp(min=0)
-    return _iou(first, second, (top - bottom).clamp(min=0), lengths).to(box3d1.dtype)
+    first, second = box3d1.double(), box3d2.double()
+    shared = _shared_area(from_above(first), from_above(second)) * shared_height(first, second)
+    return _iou(first, second, shared, slice(3, 6)).to(box3d1.dtype)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._arguments import computation_dtype, constant
 from .._declared import check_indices, declared
+from ..box_iou_rotated import corners_from_center
 from ..sample_sum import sample_sum
 
 __all__ = ["active_rotated_filter", "rotated_feature_align"]
@@ -47,15 +48,9 @@ def rotated_feature_align(
     if features.numel() == 0:
         return features.clone()
     boxes = constant(best_rbboxes, features).flatten(1, 2)
-    center = boxes[..., :2].flip(-1) * spatial_scale  # (x, y)
-    at = center[:, :, None]
+    at = boxes[:, :, None, :2].flip(-1) * spatial_scale  # (x, y) of the centres
     if points == 5:
-        half = boxes[..., 2:4] * (spatial_scale / 2)
-        cosine, sine = boxes[..., 4].cos(), boxes[..., 4].sin()
-        along = torch.stack([cosine, sine], -1) * half[..., :1]
-        across = torch.stack([-sine, cosine], -1) * half[..., 1:]
-        corners = [along + across, across - along, -along - across, along - across]
-        at = torch.cat([at, torch.stack([center + corner for corner in corners], 2)], 2)
+        at = torch.cat([at, at + corners_from_center(boxes[..., 2:4] * spatial_scale, boxes[..., 4:])], 2)
     x, y = at.unbind(-1)
     counts = (x >= -1) & (x <= W) & (y >= -1) & (y <= H)  # [B, Q, D]
     x, y = (one.clamp(0, size - 1) for one, size in ((x, W), (y, H)))
