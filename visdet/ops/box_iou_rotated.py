@@ -96,8 +96,8 @@ def overlaps(
 
 
 def turned_back(boxes: Tensor) -> Tensor:
-    """Return rotated boxes [N, 5] with angles of the opposite sign."""
-    return torch.cat([boxes[:, :4], -boxes[:, 4:]], 1)
+    """Return rotated boxes or regions, whose last number is the angle, with angles of the opposite sign."""
+    return torch.cat([boxes[:, :-1], -boxes[:, -1:]], 1)
 
 
 def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_aligned: bool) -> Tensor:

@@ -9,6 +9,7 @@ from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, ROTATED, bounded_rois, check_samples, pool_bins
+from .box_iou_rotated import turned_back
 from .roi_align import pool_by_kernels
 
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
@@ -62,8 +63,7 @@ def roi_align_rotated(
     size = pair(output_size)
     check_samples("roi_align_rotated", size, sampling_ratio)
     if _library.serves(input):
-        if clockwise:
-            rois = torch.cat([rois[:, :5], -rois[:, 5:]], 1)
+        rois = turned_back(rois) if clockwise else rois
         return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned)
     return roi_align_rotated_reference(input, rois, size, spatial_scale, sampling_ratio, aligned, clockwise)
 

@@ -13,12 +13,8 @@ _UPRIGHT = "hbb"  # The folders of DOTA with the upright boxes of the same objec
 
 def dota_files(root: Path) -> list[Path]:
     """Return the text files of a folder that are in one of DOTA's folders."""
-    found = []
-    for file in files_below(root, "*.txt"):
-        folders = file.relative_to(root).parts[:-1]
-        if any(folder.startswith(_FOLDERS) for folder in folders) and _UPRIGHT not in str(folders):
-            found.append(file)
-    return found
+    found = {file for folder in _FOLDERS for file in files_below(root, f"{folder}*/**/*.txt")}
+    return sorted(file for file in found if _UPRIGHT not in str(file.relative_to(root).parent))
 
 
 def read_dota(source: Source) -> Iterator[Picture]:

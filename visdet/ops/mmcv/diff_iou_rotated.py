@@ -102,9 +102,9 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
     order = torch.where(mask, angle, torch.inf).sort(dim=-1, stable=True)[1]  # the valid ones come first
     count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
     rank = torch.arange(mask.shape[-1], device=mask.device)
-    ordered = vertices.gather(2, order[..., None].expand_as(vertices))
+    ordered = vertices.take_along_dim(order[..., None], 2)
     # The last one is before the first.
-    before = ordered.gather(2, ((rank - 1) % count.clamp(min=1))[..., None].expand_as(ordered))
+    before = ordered.take_along_dim(((rank - 1) % count.clamp(min=1))[..., None], 2)
     gap = torch.where(rank < count, (ordered - before).square().sum(-1), -1.0)
     is_kept = gap.sort(dim=-1, descending=True, stable=True)[1].argsort(-1) < 8
     is_kept &= rank < count

@@ -47,15 +47,13 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
     successor = torch.where(has_no_other, length, -1.0).argmax(2)  # [N, K]
     first_row = points[..., 1].amin(1, keepdim=True)
     start = torch.where(points[..., 1] == first_row, points[..., 0], math.inf).argmin(1, keepdim=True)
-    closes = has_no_other.gather(2, start[:, None].expand(-1, K, -1)).squeeze(2)
+    closes = has_no_other.take_along_dim(start[:, None], 2).squeeze(2)
     successor = torch.where(closes, start, successor)
     at, hull, is_closed = start, [start], torch.zeros_like(start, dtype=torch.bool)
     for _ in range(K - 1):
         at = successor.gather(1, at)
-        same = points.gather(1, at[..., None].expand(-1, -1, 2)) == points.gather(
-            1, start[..., None].expand(-1, -1, 2)
-        )
-        is_closed = is_closed | same.all(-1)
+        is_same = points.take_along_dim(at[..., None], 1) == points.take_along_dim(start[..., None], 1)
+        is_closed = is_closed | is_same.all(-1)
         at = torch.where(is_closed, start, at)
         hull.append(at)
     return torch.cat(hull, 1)
@@ -64,7 +62,7 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
 def _hulls(points: Tensor) -> Tensor:
     of_set = 3 * points.shape[1] ** 3  # numbers that are compared
     indices = [hull_indices(points[rows].detach()) for rows in row_ranges(len(points), of_set)]
-    hulls = points.gather(1, torch.cat(indices)[..., None].expand(-1, -1, 2))
+    hulls = points.take_along_dim(torch.cat(indices)[..., None], 1)
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
@@ -190,18 +188,16 @@ def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
     """Return what the operator ``visdet::min_area_polygons`` returns, in plain torch."""
     hull = _hulls(pointsets.double().view(-1, 9, 2))
     edges = hull.roll(-1, 1) - hull
-    angle = torch.atan2(edges[..., 1], edges[..., 0]).remainder(math.pi / 2)[..., None]  # [N, 9, 1]
-    cosine, sine, x, y = angle.cos(), angle.sin(), hull[:, None, :, 0], hull[:, None, :, 1]
-    along, across = x * cosine + y * sine, y * cosine - x * sine  # [N, edge, point]
-    least_x, most_x, least_y, most_y = along.amin(2), along.amax(2), across.amin(2), across.amax(2)
-    area = (most_x - least_x) * (most_y - least_y)
+    angle = torch.atan2(edges[..., 1], edges[..., 0]).remainder(math.pi / 2)  # [N, edge]
+    cosine, sine = angle.cos(), angle.sin()
+    axes = torch.stack([cosine, -sine, sine, cosine], -1).unflatten(-1, (2, 2))  # [N, edge, (x, y), side]
+    low, high = (hull[:, None] @ axes).aminmax(dim=2)  # [N, edge, side]
+    area = (high - low).prod(-1)
     area = torch.where((edges != 0).any(-1) | (edges == 0).all((1, 2))[:, None], area, math.inf)
-    best = (area <= area.amin(1, keepdim=True) * (1 + 1e-6)).int().argmax(1, keepdim=True)
-    box = [side.gather(1, best) for side in (least_x, most_x, least_y, most_y)]
-    cosine, sine = (part.squeeze(2).gather(1, best) for part in (cosine, sine))
-    along = torch.cat([box[1], box[0], box[0], box[1]], 1)
-    across = torch.cat([box[2], box[2], box[3], box[3]], 1)
-    corners = torch.stack([along * cosine - across * sine, along * sine + across * cosine], 2)
+    best = (area <= area.amin(1, keepdim=True) * (1 + 1e-6)).int().argmax(1)[:, None, None]
+    low, high = low.take_along_dim(best, 1), high.take_along_dim(best, 1)  # [N, 1, side]
+    is_high = torch.tensor([[True, False], [False, False], [False, True], [True, True]], device=low.device)
+    corners = torch.where(is_high, high, low) @ axes.take_along_dim(best[..., None], 1).squeeze(1).mT
     return corners.flatten(1).to(pointsets.dtype)
 
 
@@ -297,7 +293,7 @@ def squared_distances(
     distances = []
     for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
         if other.shape[1]:
-            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, one.shape[2]))
+            chosen = other.take_along_dim(index.long()[..., None], 1)
             distances.append((one - chosen).square().sum(-1))
         else:
             distances.append(one.sum(-1) * 0)
