@@ -212,23 +212,22 @@ class GDLoss(RotatedLoss):
 
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
-        # All is in the frame of the prediction, so that no number is the difference of large ones.
+        # All is in the frame of the prediction and in units of its sides, so that no number is the difference of large
+        # ones.
         center, sides, angle = pred.split((2, 2, 1), dim=-1)
         true_center, true_sides, true_angle = target.split((2, 2, 1), dim=-1)
         shift, turn = turned(true_center - center, -angle), true_angle - angle
         sides, true_sides = (lengths.clamp(min=_LEAST_SIDE) for lengths in (sides, true_sides))
-        # The extents of the target along the sides of the prediction.
+        moved, turned_back = shift / sides, turned(shift, -turn) / true_sides
+        # The extents of the target along the sides of the prediction, and its area.
         extents = (true_sides * turn.cos()).square() + (true_sides.flip(-1) * turn.sin()).square()
+        extents, area = extents / sides.square(), area_of(true_sides / sides)
         if self.loss_type == "kld":
-            spread = (4 * shift.square() + extents) / sides.square() - 1
-            divergence = (0.5 * spread + (sides / true_sides).log()).sum(-1).clamp(min=0)
-            return 1 - 1 / (self.tau + divergence.log1p())
-        area, true_area = area_of(sides), area_of(true_sides)
-        determinant = area.square() + (sides.flip(-1).square() * extents).sum(-1) + true_area.square()
-        shifts = torch.cat((sides.flip(-1) * shift, true_sides.flip(-1) * turned(shift, -turn)), dim=-1)
-        distance = (
-            3 * shifts.square().sum(-1) / determinant + 0.5 * (determinant / (4 * area * true_area)).log()
-        )
+            divergence = 0.5 * (4 * moved.square() + extents - 1).sum(-1) - area.log()
+            return 1 - 1 / (self.tau + divergence.clamp(min=0).log1p())
+        determinant = 1 + extents.sum(-1) + area.square()
+        shifts = moved.square() + (area.unsqueeze(-1) * turned_back).square()
+        distance = 3 * shifts.sum(-1) / determinant + 0.5 * (determinant / (4 * area)).log()
         return (-torch.expm1(-distance)).clamp(min=1e-6).sqrt()
 
 

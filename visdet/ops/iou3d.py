@@ -60,8 +60,7 @@ def boxes_iou3d(
     Source: The signature is mmcv's.
     """
     a, b = boxes_a.detach().double(), boxes_b.detach().double()
-    area = overlaps("boxes_iou3d", from_above(a), from_above(b), 5, "area", False)
-    shared = area * shared_height(a[:, None], b)
+    shared = boxes_overlap_bev(a, b) * shared_height(a[:, None], b)
     union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
     is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)
     iou = torch.where(shared == 0, 0.0, shared / union).masked_fill(~is_number, torch.nan)
