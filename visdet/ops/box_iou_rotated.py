@@ -105,7 +105,7 @@ def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_alig
     p, q = (corners_of(boxes.double()) for boxes in (boxes1, boxes2))
     if not is_aligned:
         p, q = p[:, None], q[None]
-    area1, area2 = quadrilateral_area(p), quadrilateral_area(q)
+    area1, area2 = polygon_area(p), polygon_area(q)
     shared = shared_area(p, q, are_boxes=boxes1.shape[1] == 5)
     shared = torch.minimum(shared, torch.minimum(area1, area2)).nan_to_num(0.0)
     whole = area1 if MODES[mode] == "iof" else area1 + area2 - shared
@@ -153,9 +153,10 @@ def corners_from_center(sides: Tensor, angle: Tensor) -> Tensor:
     return torch.stack([-along - across, along - across, along + across, across - along], -2)
 
 
-def quadrilateral_area(corners: Tensor) -> Tensor:
-    diagonals = corners[..., 2, :] - corners[..., 0, :], corners[..., 3, :] - corners[..., 1, :]
-    return cross_of(*diagonals).abs() / 2 + 0 * corners.sum((-2, -1))  # NaN where a corner is not finite
+def polygon_area(polygons: Tensor) -> Tensor:
+    """Return the areas of polygons [..., K, 2] by the shoelace formula, NaN or infinite where a corner is."""
+    corners = polygons - polygons[..., :1, :].detach()
+    return cross_of(corners, corners.roll(-1, -2)).sum(-1).abs() / 2
 
 
 def cross_of(a: Tensor, b: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _registration
 from .._arguments import computation_dtype
 from .._declared import declared
-from ..box_iou_rotated import cross_of, quadrilateral_area, shared_area
+from ..box_iou_rotated import cross_of, polygon_area, shared_area
 from ..point_neighbours import row_ranges
 
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
@@ -66,12 +66,6 @@ def _hulls(points: Tensor) -> Tensor:
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
-def _area(polygons: Tensor) -> Tensor:
-    """Return the areas of polygons [..., K, 2] by the shoelace formula."""
-    corners = polygons - polygons[..., :1, :].detach()
-    return cross_of(corners, corners.roll(-1, -2)).sum(-1).abs() / 2
-
-
 def _divided(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
@@ -102,12 +96,12 @@ def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
     """Return what the operator ``visdet::convex_iou`` returns, in plain torch."""
     hulls = _hulls(pointsets.double().view(-1, 9, 2))
     q = polygons.double().view(-1, 4, 2)
-    areas = quadrilateral_area(q)
+    areas = polygon_area(q)
     ious = pointsets.new_empty(len(hulls), len(q))
     of_pair = 4 * hulls.shape[1]  # numbers of a set and a polygon
     for rows in row_ranges(len(hulls), of_pair * len(q)):
         p = hulls[rows]
-        p_areas = _area(p)[:, None]
+        p_areas = polygon_area(p)[:, None]
         shared = torch.minimum(shared_area(p[:, None], q, are_boxes=False), torch.minimum(p_areas, areas))
         ious[rows] = _divided(shared, p_areas + areas - shared) + 0 * (p_areas + areas)
     return ious
@@ -151,7 +145,11 @@ def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, 
         leaf = pointsets.detach().double().requires_grad_()
         points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
         p = _hulls(points)
-        areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
+        areas, q_areas, common = (
+            polygon_area(p),
+            polygon_area(q),
+            polygon_area(_hulls(torch.cat([points, q], 1))),
+        )
         shared = shared_area(p, q, are_boxes=False)
         union = areas + q_areas - shared
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
