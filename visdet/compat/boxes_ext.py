@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from visdet import ops
+from visdet.ops.iou3d import from_above
 
 from . import _mmcv_functions as own
 from ._served import FirstRows, PoolMode, Result, serves
@@ -49,8 +50,7 @@ def _iou_bev(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
 
 def _paired_overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
     """Return the areas [N, 1] that the boxes of each pair share. Both have the same sum of areas and ratio."""
-    columns = [0, 1, 3, 4, 6]
-    iou = ops.box_iou_rotated(boxes_a[:, columns], boxes_b[:, columns], aligned=True)
+    iou = ops.box_iou_rotated(from_above(boxes_a), from_above(boxes_b), aligned=True)
     areas = boxes_a[:, 3] * boxes_a[:, 4] + boxes_b[:, 3] * boxes_b[:, 4]
     return (iou * areas / (1 + iou))[:, None]
 

@@ -259,7 +259,7 @@ class CocoDataset(BaseDataset):
             if label is None or (annotation.get("ignore") and not self.test_mode):
                 continue
             tally["boxes"] += 1
-            corners = self._corners_of(annotation)
+            corners = None if self.box_type == "hbox" else self._corners_of(annotation)
             bbox, problem = clip_box(annotation, width, height)
             if corners is not None:
                 bbox, problem = bbox and corners, None if problem == "clipped" else problem
@@ -279,10 +279,8 @@ class CocoDataset(BaseDataset):
         }
         return record if self.box_type == "hbox" else {**record, "angle_version": self.angle_version}
 
-    def _corners_of(self, annotation: dict) -> list[float] | None:
-        """Return the corners of a turned box, or None if the boxes of this data set are upright."""
-        if self.box_type == "hbox":
-            return None
+    def _corners_of(self, annotation: dict) -> list[float]:
+        """Return the corners of a turned box, and give its annotation the upright box around them."""
         corners = needed_corners(annotation, f"with box_type='rbox', an annotation of {self.ann_file}")
         annotation["bbox"] = enclosing_bbox(corners)
         return corners

@@ -252,26 +252,22 @@ class CocoMetric(BaseMetric):
             return {}
         results = sorted(results, key=_id_order)
         detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
-        metrics = self._measured(self._truth_of(results), detections, len(results), classes)
+        evaluation, report = self._evaluated(self._truth_of(results), detections, len(results), classes)
+        self.curve_report = report
+        metrics = {
+            f"{self.item_prefix}{item}": self._value_of(evaluation, item) for item in self.metric_items
+        }
+        for label, (name, curve) in enumerate(report.classes.items()):
+            row = {"name": name, "num_boxes": curve["num_truths"]}
+            for item, choice in self.precisions.items():
+                row[item] = evaluation.average_precision(label=label, **choice)
+            self.classwise_results.append(row)
         if self.classwise:
             self._log_classes()
             for row in self.classwise_results:
                 names = (metric.replace("*", row["name"]) for metric in self.class_metrics)
                 metrics |= dict.fromkeys(names, row["mAP"])
         return metrics
-
-    def _measured(
-        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
-    ) -> dict[str, float]:
-        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name."""
-        evaluation, report = self._evaluated(truth, detections, num_images, classes)
-        for label, (name, curve) in enumerate(report.classes.items()):
-            row = {"name": name, "num_boxes": curve["num_truths"]}
-            for item, choice in self.precisions.items():
-                row[item] = evaluation.average_precision(label=label, **choice)
-            self.classwise_results.append(row)
-        self.curve_report = report
-        return {f"{self.item_prefix}{item}": self._value_of(evaluation, item) for item in self.metric_items}
 
     def _evaluated(
         self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]

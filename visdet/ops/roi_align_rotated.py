@@ -78,11 +78,12 @@ def roi_align_rotated_reference(
     clockwise: bool = False,
 ) -> Tensor:
     """Return what ``roi_align_rotated`` returns, in plain torch: the definition kernels are tested against."""
+    rois = turned_back(rois) if clockwise else rois
     rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
     center = rois[:, 1:3] * spatial_scale - (0.5 if aligned else 0.0)
     extent = rois[:, 3:5].flip(1) * spatial_scale  # (h, w)
     extent = extent if aligned else extent.clamp(min=1)
-    angle = -rois[:, 5:] if clockwise else rois[:, 5:]
+    angle = rois[:, 5:]
     turns = torch.cat([angle.cos(), angle.sin(), center], 1)
     size = pair(output_size)
     return pool_bins(input, rois[:, 0], -extent / 2, extent, size, sampling_ratio, turns=turns)
