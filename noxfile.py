@@ -61,8 +61,8 @@ def check_mmdet3d(session: nox.Session) -> None:
 
 @nox.session(name="check-mmcv1")
 def check_mmcv1(session: nox.Session) -> None:
-    """mmcv 1.x as pure Python; its setup needs an old setuptools."""
-    session.install(*TORCH, "setuptools<81", "wheel", *PYTEST)
+    """mmcv 1.x as pure Python; its setup needs an old setuptools, and asks for OpenCV only where none is installed."""
+    session.install(*TORCH, "setuptools<81", "wheel", "opencv-python-headless", *PYTEST)
     session.install("--no-build-isolation", *(session.posargs or ["mmcv==1.7.2"]))
     run(session, "-m", "pytest", "tests/compat/test_mmcv_1.py", VISDET_CHECK="check-mmcv1")
 
@@ -81,10 +81,10 @@ def check_devkit(session: nox.Session) -> None:
 
 @nox.session(name="check-packages")
 def check_packages(session: nox.Session) -> None:
-    """The attention modules of other detector packages."""
+    """The attention modules of other detector packages; groundingdino asks for a supervision that rfdetr refuses."""
     session.install(*TORCH, "setuptools", "wheel", *PYTEST)
-    packages = session.posargs or ["ultralytics", "rfdetr", "groundingdino-py", "libreyolo"]
-    session.install("--no-build-isolation", *packages)
+    session.install(*(session.posargs or ["ultralytics", "rfdetr", "libreyolo", "addict", "yapf", "timm"]))
+    session.install("--no-build-isolation", "--no-deps", "groundingdino-py")
     run(session, "-m", "pytest", "tests/compat/test_other_packages.py", VISDET_CHECK="check-packages")
 
 
