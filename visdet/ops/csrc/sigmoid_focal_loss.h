@@ -40,7 +40,7 @@ struct FocalKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
-#include "common/checks.h"
+#include "common/each.h"
 
 namespace visdet {
 
@@ -63,6 +63,43 @@ inline bool is_one_number(const Tensor& tensor) {
     if (tensor.size(d) != 1 && tensor.stride(d) != 0) return false;
   }
   return true;
+}
+
+// compute_focal<GRAD>(device, a) computes the losses, or their gradients.
+template <typename Device, bool GRAD>
+Tensor run_focal(const char* op, const Tensor* grad_output_in, const Tensor& input_in, const Tensor& target_in,
+                 const Tensor& weight_in, double gamma, double alpha) {
+  const auto problem = check_sigmoid_focal_loss(op, input_in, target_in, weight_in);
+  if (GRAD) check_like(op, "grad_output", *grad_output_in, {problem.N, problem.C}, "input", input_in);
+  const Device device(op, input_in);
+  const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
+  Tensor output = new_empty(input, {problem.N, problem.C});
+  if (output.numel() == 0) return output;
+  const bool one_number = GRAD && is_one_number(*grad_output_in);
+  const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
+    FocalArrays<T, A> a{problem};
+    a.input = data_of<T>(input);
+    a.target = data_of<int64_t>(target);
+    a.weight = weight.numel() ? data_of<A>(weight) : nullptr;
+    a.gamma = static_cast<A>(gamma), a.alpha = static_cast<A>(alpha);
+    if (GRAD) a.grad_output = data_of<T>(grad_output);
+    a.grad_step = one_number ? 0 : 1;
+    a.output = mutable_data_of<T>(output);
+    compute_focal<GRAD>(device, a);
+  });
+  return output;
+}
+
+template <typename Device>
+Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
+  return run_focal<Device, false>("sigmoid_focal_loss", nullptr, input, target, weight, gamma, alpha);
+}
+
+template <typename Device>
+Tensor focal_loss_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target, const Tensor& weight,
+                           double gamma, double alpha) {
+  return run_focal<Device, true>("sigmoid_focal_loss_backward", &grad_output, input, target, weight, gamma, alpha);
 }
 
 }  // namespace visdet

@@ -20,6 +20,10 @@
 //
 // Both stand in <op>.h. <op>.cpp registers half<OnCpu>, and cuda/<op>.cu half<OnGpu>. No two results share memory, so
 // that the number of threads changes nothing.
+//
+// Other operators check their arguments and make their tensors in such functions, too (roi_pool.h). What they compute
+// is then a function with an overload for OnCpu in <op>.cpp and one for OnGpu in cuda/<op>.cu, which the compiler finds
+// in the namespace of its arguments.
 #pragma once
 
 #include "common/box_overlap.h"  // VISDET_HOST_DEVICE
@@ -41,25 +45,24 @@ __global__ void __launch_bounds__(128) each_kernel(int64_t count, const F comput
   if (i < count) compute(i);
 }
 
-class OnGpu {
- public:
-  OnGpu(const char* op, const Tensor& tensor) : op_(op), scope_(tensor) {}
+struct OnGpu {
+  const char* op;
+  DeviceScope scope;
+
+  OnGpu(const char* op, const Tensor& tensor) : op(op), scope(tensor) {}
 
   template <typename F>
   void each(int64_t count, int64_t, const F& compute) const {
-    launch({op_, "each_kernel", scope_, ceil_div(count, 128), 128}, each_kernel<F>, count, compute);
+    launch({op, "each_kernel", scope, ceil_div(count, 128), 128}, each_kernel<F>, count, compute);
   }
-
- private:
-  const char* op_;
-  DeviceScope scope_;
 };
 
 #else
 
-class OnCpu {
- public:
-  OnCpu(const char*, const Tensor&) {}
+struct OnCpu {
+  const char* op;
+
+  OnCpu(const char* op, const Tensor&) : op(op) {}
 
   // Calls compute(i) for every i below `count`. cost: of one call, in additions or so.
   template <typename F>

@@ -61,48 +61,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <bool GRAD>
-Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad_output_in, const Tensor& input_in,
-                 const Tensor& target_in, const Tensor& weight_in, double gamma, double alpha) {
-  const DeviceScope scope(input_in);
-  const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
-  Tensor output = new_empty(input, {problem.N, problem.C});
-  if (output.numel() == 0) return output;
-  const bool one_number = GRAD && is_one_number(*grad_output_in);
-  const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
-  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
-    constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
-    const bool packed = problem.C % kPack == 0 && aligned(input, kVectorBytes) && aligned(output, kVectorBytes) &&
-                        (one_number || aligned(grad_output, kVectorBytes));
-    const FocalSettings<A> settings{problem.N * problem.C / (packed ? kPack : 1), problem.C, static_cast<A>(gamma),
-                                    static_cast<A>(alpha), one_number};
-    const int64_t blocks = bounded_blocks(scope, settings.packs, kThreads, 32);
-    launch({op, "focal_kernel", scope, blocks, kThreads},
-           packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>, data_of<T>(input),
-           data_of<int64_t>(target), weight.numel() ? data_of<A>(weight) : nullptr, data_of<T>(grad_output),
-           mutable_data_of<T>(output), settings);
-  });
-  return output;
-}
-
-Tensor forward(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
-  constexpr const char* op = "sigmoid_focal_loss";
-  const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
-  return run_focal<false>(op, problem, nullptr, input, target, weight, gamma, alpha);
-}
-
-Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& target, const Tensor& weight,
-                double gamma, double alpha) {
-  constexpr const char* op = "sigmoid_focal_loss_backward";
-  const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
-  check_like(op, "grad_output", grad_output, {problem.N, problem.C}, "input", input);
-  return run_focal<true>(op, problem, &grad_output, input, target, weight, gamma, alpha);
-}
-
 }  // namespace
 }  // namespace visdet::sigmoid_focal_loss
 
+namespace visdet {
+
+template <bool GRAD, typename T, typename A>
+void compute_focal(const OnGpu& device, const FocalArrays<T, A>& a) {
+  using namespace sigmoid_focal_loss;
+  constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
+  const bool one_number = a.grad_step == 0;
+  const bool packed = a.C % kPack == 0 && aligned(a.input, kVectorBytes) && aligned(a.output, kVectorBytes) &&
+                      (one_number || aligned(a.grad_output, kVectorBytes));
+  const FocalSettings<A> settings{a.N * a.C / (packed ? kPack : 1), a.C, a.gamma, a.alpha, one_number};
+  launch(
+      {device.op, "focal_kernel", device.scope, bounded_blocks(device.scope, settings.packs, kThreads, 32), kThreads},
+      packed ? focal_kernel<T, A, kPack, GRAD> : focal_kernel<T, A, 1, GRAD>, a.input, a.target, a.weight,
+      a.grad_output, a.output, settings);
+}
+
+}  // namespace visdet
+
 VISDET_CUDA_OPERATORS(sigmoid_focal_loss, m) {
-  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::sigmoid_focal_loss::forward));
-  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::sigmoid_focal_loss::backward));
+  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::focal_loss<visdet::OnGpu>));
+  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::focal_loss_backward<visdet::OnGpu>));
 }
