@@ -7,14 +7,6 @@
 namespace visdet {
 namespace {
 
-template <typename T, typename A>
-CarafeArrays<T, A> arrays_of(const CarafeProblem& p, const Tensor& features, const Tensor& masks) {
-  CarafeArrays<T, A> a{p};
-  a.features = data_of<T>(features);
-  a.masks = data_of<T>(masks);
-  return a;
-}
-
 // Calls run(b, g, h, scratch) for every row of every group; each thread has a scratch of `numbers`.
 template <typename A, typename Arrays, typename F>
 void for_rows(const Arrays& a, int64_t numbers, const F& run) {
@@ -36,50 +28,31 @@ Scratch<A> prepare(CarafeArrays<T, A>& a) {
   return phases;
 }
 
-Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
-  const auto problem = check_carafe("carafe", features_in, masks_in, K, G, s);
-  const Tensor features = dense(features_in), masks = dense(masks_in);
-  Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
-  if (output.numel() == 0) return output;
-  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
-    auto a = arrays_of<T, A>(problem, features, masks);
-    a.output = mutable_data_of<T>(output);
-    const auto phases = prepare(a);
-    const auto run = best_kernels<CarafeKernels<T, A>>().upsample_row;
-    for_rows<A>(a, K * (a.W + K - 1) + a.W,
-                [&](int64_t b, int64_t g, int64_t h, A* scratch) { run(a, scratch, b, g, h); });
-  });
-  return output;
-}
-
-std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
-                                           const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
-  constexpr const char* op = "carafe_backward";
-  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
-  check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
-  const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
-  Tensor grad_features = new_like(features), grad_masks = new_like(masks);
-  if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
-  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
-    auto a = arrays_of<T, A>(problem, features, masks);
-    a.grad_output = data_of<T>(grad_output);
-    a.grad_features = mutable_data_of<T>(grad_features);
-    a.grad_masks = mutable_data_of<T>(grad_masks);
-    const auto phases = prepare(a);
-    const auto& kernels = best_kernels<CarafeKernels<T, A>>();
-    torch::stable::parallel_for(0, a.B * a.C, 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> scratch((a.H + K - 1) * (a.W + K - 1) + a.W);
-      for (int64_t map = begin; map < end; ++map) kernels.grad_features_map(a, scratch.data(), map / a.C, map % a.C);
-    });
-    for_rows<A>(a, K * (a.W + K - 1) + a.W, [&](int64_t b, int64_t g, int64_t h, A* scratch) {
-      kernels.grad_masks_row(a, a.phases + ((b * a.G + g) * a.H + h) * s * s * K * K * a.W, scratch, b, g, h);
-      kernels.phases_to_masks(a, b, g, h);
-    });
-  });
-  return {grad_features, grad_masks};
-}
-
 }  // namespace
+
+template <typename T, typename A>
+void carafe_upsample(const OnCpu&, CarafeArrays<T, A>& a) {
+  const auto phases = prepare(a);
+  const auto run = best_kernels<CarafeKernels<T, A>>().upsample_row;
+  for_rows<A>(a, a.K * (a.W + a.K - 1) + a.W,
+              [&](int64_t b, int64_t g, int64_t h, A* scratch) { run(a, scratch, b, g, h); });
+}
+
+template <typename T, typename A>
+void carafe_gradients(const OnCpu&, CarafeArrays<T, A>& a) {
+  const auto phases = prepare(a);
+  const auto& kernels = best_kernels<CarafeKernels<T, A>>();
+  const int64_t taps = a.K * a.K, stride = a.W + a.K - 1;
+  torch::stable::parallel_for(0, a.B * a.C, 1, [&](int64_t begin, int64_t end) {
+    const Scratch<A> scratch((a.H + a.K - 1) * stride + a.W);
+    for (int64_t map = begin; map < end; ++map) kernels.grad_features_map(a, scratch.data(), map / a.C, map % a.C);
+  });
+  for_rows<A>(a, a.K * stride + a.W, [&](int64_t b, int64_t g, int64_t h, A* scratch) {
+    kernels.grad_masks_row(a, a.phases + ((b * a.G + g) * a.H + h) * a.s * a.s * taps * a.W, scratch, b, g, h);
+    kernels.phases_to_masks(a, b, g, h);
+  });
+}
+
 }  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
@@ -90,6 +63,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("carafe", TORCH_BOX(&visdet::carafe));
-  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward));
+  m.impl("carafe", TORCH_BOX(&visdet::carafe_forward<visdet::OnCpu>));
+  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward<visdet::OnCpu>));
 }

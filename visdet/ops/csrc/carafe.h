@@ -45,7 +45,9 @@ struct CarafeKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
-#include "common/checks.h"
+#include <tuple>
+
+#include "common/each.h"
 
 namespace visdet {
 
@@ -66,6 +68,52 @@ inline CarafeProblem check_carafe(const char* op, const Tensor& features, const 
   check_carafe_shape(op, "masks", masks, features, kernel_size * kernel_size * group_size, scale_factor);
   return {features.size(0), features.size(1), features.size(2), features.size(3),
           group_size,       kernel_size,      scale_factor};
+}
+
+template <typename T, typename A>
+CarafeArrays<T, A> carafe_arrays(const CarafeProblem& p, const Tensor& features, const Tensor& masks) {
+  CarafeArrays<T, A> a{p};
+  a.features = data_of<T>(features);
+  a.masks = data_of<T>(masks);
+  return a;
+}
+
+// carafe_upsample(device, a) computes the output.
+template <typename Device>
+Tensor carafe_forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+  constexpr const char* op = "carafe";
+  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
+  const Device device(op, features_in);
+  const Tensor features = dense(features_in), masks = dense(masks_in);
+  Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
+  if (output.numel() == 0) return output;
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
+    auto a = carafe_arrays<T, A>(problem, features, masks);
+    a.output = mutable_data_of<T>(output);
+    carafe_upsample(device, a);
+  });
+  return output;
+}
+
+// carafe_gradients(device, a) computes both gradients.
+template <typename Device>
+std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
+                                           const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+  constexpr const char* op = "carafe_backward";
+  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
+  check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
+  const Device device(op, features_in);
+  const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
+  Tensor grad_features = new_like(features), grad_masks = new_like(masks);
+  if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
+    auto a = carafe_arrays<T, A>(problem, features, masks);
+    a.grad_output = data_of<T>(grad_output);
+    a.grad_features = mutable_data_of<T>(grad_features);
+    a.grad_masks = mutable_data_of<T>(grad_masks);
+    carafe_gradients(device, a);
+  });
+  return {grad_features, grad_masks};
 }
 
 }  // namespace visdet

@@ -157,48 +157,34 @@ CarafeSizes sizes_of(const char* op, const CarafeProblem& p, int64_t pixels, int
 
 int64_t blocks_of(const CarafeProblem& p, const CarafeSizes& z) { return p.B * p.G * z.chunks * z.blocks; }
 
-Tensor forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
-  constexpr const char* op = "carafe";
-  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
-  const DeviceScope scope(features_in);
-  const Tensor features = dense(features_in), masks = dense(masks_in);
-  Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
-  if (output.numel() == 0) return output;
-  const int64_t pixels = problem.H * problem.W * s * s;
-  const CarafeSizes sizes = sizes_of(op, problem, pixels, problem.C / G, kChannels);
-  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
-    launch({op, "upsample_kernel", scope, blocks_of(problem, sizes), kThreads}, upsample_kernel<T, A>,
-           data_of<T>(features), data_of<T>(masks), mutable_data_of<T>(output), sizes);
-  });
-  return output;
-}
-
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& features_in, const Tensor& masks_in,
-                                    int64_t K, int64_t G, int64_t s) {
-  constexpr const char* op = "carafe_backward";
-  const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
-  check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
-  const DeviceScope scope(features_in);
-  const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
-  Tensor grad_features = new_like(features), grad_masks = new_like(masks);
-  if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
-  const int64_t map = problem.H * problem.W;
-  const CarafeSizes by_channels = sizes_of(op, problem, map, problem.C / G, kChannels),
-                    by_taps = sizes_of(op, problem, map * s * s, K * K, kTaps);
-  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
-    const T* grad = data_of<T>(grad_output);
-    launch({op, "grad_features_kernel", scope, blocks_of(problem, by_channels), kThreads}, grad_features_kernel<T, A>,
-           grad, data_of<T>(masks), mutable_data_of<T>(grad_features), by_channels);
-    launch({op, "grad_masks_kernel", scope, blocks_of(problem, by_taps), kThreads}, grad_masks_kernel<T, A>, grad,
-           data_of<T>(features), mutable_data_of<T>(grad_masks), by_taps);
-  });
-  return {grad_features, grad_masks};
-}
-
 }  // namespace
 }  // namespace visdet::carafe
 
+namespace visdet {
+
+template <typename T, typename A>
+void carafe_upsample(const OnGpu& device, const CarafeArrays<T, A>& a) {
+  using namespace carafe;
+  const CarafeSizes sizes = sizes_of(device.op, a, a.H * a.W * a.s * a.s, a.C / a.G, kChannels);
+  launch({device.op, "upsample_kernel", device.scope, blocks_of(a, sizes), kThreads}, upsample_kernel<T, A>, a.features,
+         a.masks, a.output, sizes);
+}
+
+template <typename T, typename A>
+void carafe_gradients(const OnGpu& device, const CarafeArrays<T, A>& a) {
+  using namespace carafe;
+  const int64_t map = a.H * a.W;
+  const CarafeSizes by_channels = sizes_of(device.op, a, map, a.C / a.G, kChannels),
+                    by_taps = sizes_of(device.op, a, map * a.s * a.s, a.K * a.K, kTaps);
+  launch({device.op, "grad_features_kernel", device.scope, blocks_of(a, by_channels), kThreads},
+         grad_features_kernel<T, A>, a.grad_output, a.masks, a.grad_features, by_channels);
+  launch({device.op, "grad_masks_kernel", device.scope, blocks_of(a, by_taps), kThreads}, grad_masks_kernel<T, A>,
+         a.grad_output, a.features, a.grad_masks, by_taps);
+}
+
+}  // namespace visdet
+
 VISDET_CUDA_OPERATORS(carafe, m) {
-  m.impl("carafe", TORCH_BOX(&visdet::carafe::forward));
-  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe::backward));
+  m.impl("carafe", TORCH_BOX(&visdet::carafe_forward<visdet::OnGpu>));
+  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward<visdet::OnGpu>));
 }
