@@ -3,11 +3,10 @@
 #include "gaussian_field.h"
 
 #include <atomic>
-#include <initializer_list>
 
 #include "cpu/dispatch.h"
 
-namespace visdet {
+namespace visdet::gaussian_field {
 namespace {
 
 // Pairs of one piece of work.
@@ -34,12 +33,30 @@ Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
 }
 
 template <typename A>
-GaussianArrays<A> arrays_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
-                            const Tensor& cholesky) {
-  GaussianArrays<A> a{problem};
-  a.points = data_of<A>(points);
-  a.means = data_of<A>(means);
-  a.cholesky = data_of<A>(cholesky);
+GaussianArrays<A> arrays_of(const GaussianTensors& tensors) {
+  GaussianArrays<A> a{tensors.problem};
+  a.points = data_of<A>(tensors.points);
+  a.means = data_of<A>(tensors.means);
+  a.cholesky = data_of<A>(tensors.cholesky);
+  return a;
+}
+
+// Adds what a backward reads and writes.
+template <typename A>
+void add_gradients(GaussianArrays<A>& a, GaussianGradients& gradients) {
+  a.grad_output = data_of<A>(gradients.grad_output);
+  a.grad_points = mutable_data_of<A>(gradients.points);
+  a.grad_means = mutable_data_of<A>(gradients.means);
+  a.grad_cholesky = mutable_data_of<A>(gradients.cholesky);
+}
+
+// The arguments that both directions of the field have.
+template <typename A>
+GaussianArrays<A> field_arrays(const FieldTensors& tensors) {
+  auto a = arrays_of<A>(tensors);
+  a.weights = data_of<A>(tensors.weights);
+  if (tensors.gaussian_order.numel() > 0) a.gaussian_order = data_of<int64_t>(tensors.gaussian_order);
+  a.cutoff = tensors.tolerance > 0 && a.N > 0 ? static_cast<A>(tensors.tolerance / static_cast<double>(a.N)) : A(0);
   return a;
 }
 
@@ -60,113 +77,49 @@ void for_blocks(const GaussianArrays<A>& a, const F& run) {
   });
 }
 
-Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
-  constexpr const char* op = "mahalanobis_distance";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
-  Tensor output = new_empty(points, {problem.B, problem.N});
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    auto a = arrays_of<A>(problem, points, means, cholesky);
+}  // namespace
+
+static void compute_distances(const OnCpu& device, const GaussianTensors& tensors, Tensor& output) {
+  dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
+    auto a = arrays_of<A>(tensors);
     a.output = mutable_data_of<A>(output);
-    const auto blocks = prepare(op, a);
+    const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().distances_of_point);
   });
-  return output;
 }
 
-// A gradient summed over no Gaussians, or over no points, is zero even where an input is infinite or NaN.
-void zero_empty_sums(const GaussianProblem& problem, std::initializer_list<Tensor*> over_gaussians,
-                     std::initializer_list<Tensor*> over_points) {
-  for (Tensor* sum : over_gaussians) {
-    if (problem.N == 0) zero_(*sum);
-  }
-  for (Tensor* sum : over_points) {
-    if (problem.B == 0) zero_(*sum);
-  }
-}
-
-std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
-                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
-  constexpr const char* op = "mahalanobis_distance_backward";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_like(op, "grad_output", grad_output_in, {{"B", problem.B}, {"N", problem.N}}, "points", points_in);
-  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
-               cholesky = dense(cholesky_in);
-  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    auto a = arrays_of<A>(problem, points, means, cholesky);
-    a.grad_output = data_of<A>(grad_output);
-    a.grad_points = mutable_data_of<A>(grad_points);
-    a.grad_means = mutable_data_of<A>(grad_means);
-    a.grad_cholesky = mutable_data_of<A>(grad_cholesky);
-    const auto blocks = prepare(op, a);
+static void compute_distance_gradients(const OnCpu& device, const GaussianTensors& tensors,
+                                       GaussianGradients& gradients) {
+  dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
+    auto a = arrays_of<A>(tensors);
+    add_gradients(a, gradients);
+    const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().distance_grad_of_point);
     for_blocks(a, best_kernels<GaussianKernels<A>>().distance_grad_of_block);
   });
-  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky});
-  return {grad_points, grad_means, grad_cholesky};
 }
 
-// The arguments that both directions of the field have.
-template <typename A>
-GaussianArrays<A> field_arrays(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
-                               const Tensor& cholesky, const Tensor& weights, const Tensor& gaussian_order,
-                               double tolerance) {
-  auto a = arrays_of<A>(problem, points, means, cholesky);
-  a.weights = data_of<A>(weights);
-  if (gaussian_order.numel() > 0) a.gaussian_order = data_of<int64_t>(gaussian_order);
-  a.cutoff = tolerance > 0 && problem.N > 0 ? static_cast<A>(tolerance / static_cast<double>(problem.N)) : A(0);
-  return a;
-}
-
-Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in,
-                      const Tensor& weights_in, const Tensor& point_order, const Tensor& gaussian_order_in,
-                      double tolerance) {
-  constexpr const char* op = "gaussian_field";
-  const auto problem =
-      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order, gaussian_order_in);
-  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
-               weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
-  Tensor output = new_empty(points, {problem.B});
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
+static void compute_field(const OnCpu& device, const FieldTensors& tensors, Tensor& output) {
+  dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
+    auto a = field_arrays<A>(tensors);
     a.output = mutable_data_of<A>(output);
-    const auto blocks = prepare(op, a);
+    const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_of_point);
   });
-  return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor& grad_output_in,
-                                                                   const Tensor& points_in, const Tensor& means_in,
-                                                                   const Tensor& cholesky_in, const Tensor& weights_in,
-                                                                   const Tensor& point_order,
-                                                                   const Tensor& gaussian_order_in, double tolerance) {
-  constexpr const char* op = "gaussian_field_backward";
-  const auto problem =
-      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order, gaussian_order_in);
-  check_like(op, "grad_output", grad_output_in, {problem.B}, "points", points_in);
-  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
-               cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
-         grad_weights = new_like(weights);
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
-    a.grad_output = data_of<A>(grad_output);
-    a.grad_points = mutable_data_of<A>(grad_points);
-    a.grad_means = mutable_data_of<A>(grad_means);
-    a.grad_cholesky = mutable_data_of<A>(grad_cholesky);
-    a.grad_weights = mutable_data_of<A>(grad_weights);
-    const auto blocks = prepare(op, a);
+static void compute_field_gradients(const OnCpu& device, const FieldTensors& tensors, GaussianGradients& gradients) {
+  dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
+    auto a = field_arrays<A>(tensors);
+    add_gradients(a, gradients);
+    a.grad_weights = mutable_data_of<A>(gradients.weights);
+    const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_grad_of_point);
     for_blocks(a, best_kernels<GaussianKernels<A>>().field_grad_of_block);
   });
-  zero_empty_sums(problem, {&grad_points}, {&grad_means, &grad_cholesky, &grad_weights});
-  return {grad_points, grad_means, grad_cholesky, grad_weights};
 }
 
-}  // namespace
-}  // namespace visdet
+}  // namespace visdet::gaussian_field
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def("mahalanobis_distance(Tensor points, Tensor means, Tensor cholesky) -> Tensor");
@@ -183,8 +136,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::mahalanobis_distance));
-  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::mahalanobis_distance_backward));
-  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field));
-  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field_backward));
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::distances<visdet::OnCpu>));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::distances_backward<visdet::OnCpu>));
+  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::field<visdet::OnCpu>));
+  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::field_backward<visdet::OnCpu>));
 }

@@ -63,9 +63,10 @@ struct GaussianKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include <tuple>
 #include <vector>
 
-#include "common/checks.h"
+#include "common/each.h"
 
 namespace visdet {
 
@@ -104,6 +105,102 @@ inline GaussianProblem check_gaussian_field(const char* op, const Tensor& points
   check_order(op, "gaussian_order", gaussian_order, problem.N, points);
   return problem;
 }
+
+namespace gaussian_field {
+
+// The arguments of a call, dense.
+struct GaussianTensors {
+  GaussianProblem problem;
+  Tensor points, means, cholesky;
+};
+struct FieldTensors : GaussianTensors {
+  Tensor weights, point_order, gaussian_order;
+  double tolerance;
+};
+
+// What a backward reads and writes. Distances have no weights.
+struct GaussianGradients {
+  Tensor grad_output, points, means, cholesky, weights;
+
+  explicit GaussianGradients(const Tensor& grad_output, const GaussianTensors& of)
+      : grad_output(dense(grad_output)),
+        points(new_like(of.points)),
+        means(new_like(of.means)),
+        cholesky(new_like(of.cholesky)) {}
+
+  // A gradient summed over no Gaussians, or over no points, is zero even where an input is infinite or NaN.
+  void zero_empty_sums(const GaussianProblem& problem) {
+    if (problem.N == 0) zero_(points);
+    if (problem.B == 0) zero_(means), zero_(cholesky);
+  }
+};
+
+// compute_distances(device, tensors, output) and compute_distance_gradients(device, tensors, gradients) write results.
+template <typename Device>
+Tensor distances(const Tensor& points, const Tensor& means, const Tensor& cholesky) {
+  constexpr const char* op = "mahalanobis_distance";
+  const auto problem = check_gaussians(op, points, means, cholesky);
+  const Device device(op, points);
+  const GaussianTensors tensors{problem, dense(points), dense(means), dense(cholesky)};
+  Tensor output = new_empty(points, {problem.B, problem.N});
+  compute_distances(device, tensors, output);
+  return output;
+}
+
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor> distances_backward(const Tensor& grad_output, const Tensor& points,
+                                                      const Tensor& means, const Tensor& cholesky) {
+  constexpr const char* op = "mahalanobis_distance_backward";
+  const auto problem = check_gaussians(op, points, means, cholesky);
+  check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"N", problem.N}}, "points", points);
+  const Device device(op, points);
+  const GaussianTensors tensors{problem, dense(points), dense(means), dense(cholesky)};
+  GaussianGradients gradients(grad_output, tensors);
+  compute_distance_gradients(device, tensors, gradients);
+  gradients.zero_empty_sums(problem);
+  return {gradients.points, gradients.means, gradients.cholesky};
+}
+
+// compute_field(device, tensors, output) and compute_field_gradients(device, tensors, gradients) write results.
+template <typename Device>
+Tensor field(const Tensor& points, const Tensor& means, const Tensor& cholesky, const Tensor& weights,
+             const Tensor& point_order, const Tensor& gaussian_order, double tolerance) {
+  constexpr const char* op = "gaussian_field";
+  const auto problem = check_gaussian_field(op, points, means, cholesky, weights, point_order, gaussian_order);
+  const Device device(op, points);
+  const FieldTensors tensors{{problem, dense(points), dense(means), dense(cholesky)},
+                             dense(weights),
+                             dense(point_order),
+                             dense(gaussian_order),
+                             tolerance};
+  Tensor output = new_empty(points, {problem.B});
+  compute_field(device, tensors, output);
+  return output;
+}
+
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> field_backward(const Tensor& grad_output, const Tensor& points,
+                                                          const Tensor& means, const Tensor& cholesky,
+                                                          const Tensor& weights, const Tensor& point_order,
+                                                          const Tensor& gaussian_order, double tolerance) {
+  constexpr const char* op = "gaussian_field_backward";
+  const auto problem = check_gaussian_field(op, points, means, cholesky, weights, point_order, gaussian_order);
+  check_like(op, "grad_output", grad_output, {problem.B}, "points", points);
+  const Device device(op, points);
+  const FieldTensors tensors{{problem, dense(points), dense(means), dense(cholesky)},
+                             dense(weights),
+                             dense(point_order),
+                             dense(gaussian_order),
+                             tolerance};
+  GaussianGradients gradients(grad_output, tensors);
+  gradients.weights = new_like(weights);
+  compute_field_gradients(device, tensors, gradients);
+  gradients.zero_empty_sums(problem);
+  if (problem.B == 0) zero_(gradients.weights);
+  return {gradients.points, gradients.means, gradients.cholesky, gradients.weights};
+}
+
+}  // namespace gaussian_field
 
 }  // namespace visdet
 #endif

@@ -1,7 +1,5 @@
 // gaussian_field and mahalanobis_distance on CUDA. The contract is in gaussian_field.h; pairs.cuh, which serves every
 // call, says how the work is laid out.
-#include <tuple>
-
 #include "common/launch.h"
 #include "common/paths.h"
 #include "cuda/gaussian_field/boxes.cuh"
@@ -62,58 +60,27 @@ constexpr Path<BackwardCall> kBackwardPaths[] = {
     {"one_point", nullptr, launch_one_point<BackwardCall>},
 };
 
-Tensor forward(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in, const Tensor& weights_in,
-               const Tensor& point_order_in, const Tensor& gaussian_order_in, double tolerance) {
-  constexpr const char* op = "gaussian_field";
-  const auto problem =
-      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order_in, gaussian_order_in);
-  const DeviceScope scope(points_in);
-  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
-               weights = dense(weights_in), point_order = dense(point_order_in),
-               gaussian_order = dense(gaussian_order_in);
-  Tensor output = new_empty(points, {problem.B});
-  if (problem.B == 0) return output;
-  if (problem.N == 0) return zero_(output);
-  run_first(op, kForwardPaths,
-            ForwardCall{{op, scope, problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance},
-                        output});
-  return output;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& points_in,
-                                                    const Tensor& means_in, const Tensor& cholesky_in,
-                                                    const Tensor& weights_in, const Tensor& point_order_in,
-                                                    const Tensor& gaussian_order_in, double tolerance) {
-  constexpr const char* op = "gaussian_field_backward";
-  const auto problem =
-      check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order_in, gaussian_order_in);
-  check_like(op, "grad_output", grad_output_in, {problem.B}, "points", points_in);
-  const DeviceScope scope(points_in);
-  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
-               cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),
-               gaussian_order = dense(gaussian_order_in);
-  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
-         grad_weights = new_like(weights);
-  if (problem.B == 0 || problem.N == 0) {
-    zero_(grad_points), zero_(grad_means), zero_(grad_cholesky), zero_(grad_weights);
-    return {grad_points, grad_means, grad_cholesky, grad_weights};
-  }
-  run_first(op, kBackwardPaths,
-            BackwardCall{{op, scope, problem, points, means, cholesky, weights, point_order, gaussian_order, tolerance},
-                         grad_output,
-                         grad_points,
-                         grad_means,
-                         grad_cholesky,
-                         grad_weights});
-  return {grad_points, grad_means, grad_cholesky, grad_weights};
-}
-
 }  // namespace
+
+static void compute_field(const OnGpu& device, const FieldTensors& tensors, Tensor& output) {
+  if (tensors.problem.B == 0) return;
+  if (tensors.problem.N == 0) {
+    zero_(output);
+    return;
+  }
+  run_first(device.op, kForwardPaths, ForwardCall{{tensors, device.op, device.scope}, output});
+}
+
+static void compute_field_gradients(const OnGpu& device, const FieldTensors& tensors, GaussianGradients& gradients) {
+  if (tensors.problem.B == 0 || tensors.problem.N == 0) return;
+  run_first(device.op, kBackwardPaths, BackwardCall{{tensors, device.op, device.scope}, gradients});
+}
+
 }  // namespace visdet::gaussian_field
 
 VISDET_CUDA_OPERATORS(gaussian_field, m) {
-  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance));
-  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::mahalanobis_distance_backward));
-  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::forward));
-  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::backward));
+  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::distances<visdet::OnGpu>));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::distances_backward<visdet::OnGpu>));
+  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::field<visdet::OnGpu>));
+  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::field_backward<visdet::OnGpu>));
 }

@@ -155,12 +155,12 @@ __device__ __forceinline__ void whiten_back(const Gaussian<A>& g, const A (&v)[3
 }
 
 template <typename A>
-Inputs<A> inputs_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means, const Tensor& cholesky) {
+Inputs<A> inputs_of(const GaussianTensors& tensors) {
   Inputs<A> in{};
-  in.B = problem.B, in.N = problem.N;
-  in.points = data_of<A>(points);
-  in.means = data_of<A>(means);
-  in.cholesky = data_of<A>(cholesky);
+  in.B = tensors.problem.B, in.N = tensors.problem.N;
+  in.points = data_of<A>(tensors.points);
+  in.means = data_of<A>(tensors.means);
+  in.cholesky = data_of<A>(tensors.cholesky);
   return in;
 }
 
@@ -180,16 +180,13 @@ struct Outputs {
 };
 
 // A call of gaussian_field with at least one point and one Gaussian.
-struct FieldCall {
+struct FieldCall : FieldTensors {
   const char* op;
   const DeviceScope& scope;
-  const GaussianProblem& problem;
-  const Tensor &points, &means, &cholesky, &weights, &point_order, &gaussian_order;
-  double tolerance;
 
   template <typename A>
   Inputs<A> inputs() const {
-    auto in = inputs_of<A>(problem, points, means, cholesky);
+    auto in = inputs_of<A>(*this);
     in.weights = data_of<A>(weights);
     return in;
   }
@@ -205,12 +202,13 @@ struct ForwardCall : FieldCall {
 };
 struct BackwardCall : FieldCall {
   static constexpr Task kTask = Task::kFieldGradients;
-  const Tensor &grad_output, &grad_points, &grad_means, &grad_cholesky, &grad_weights;
+  const GaussianGradients& gradients;
 
   template <typename A>
   Outputs<A> outputs() const {
-    return {data_of<A>(grad_output), mutable_data_of<A>(grad_points), mutable_data_of<A>(grad_means),
-            mutable_data_of<A>(grad_cholesky), mutable_data_of<A>(grad_weights)};
+    return {data_of<A>(gradients.grad_output), mutable_data_of<A>(gradients.points),
+            mutable_data_of<A>(gradients.means), mutable_data_of<A>(gradients.cholesky),
+            mutable_data_of<A>(gradients.weights)};
   }
 };
 

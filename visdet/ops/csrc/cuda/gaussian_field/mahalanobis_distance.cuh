@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <tuple>
 
 #include "common/launch.h"
 #include "common/warp.cuh"
@@ -54,47 +53,32 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in) {
-  constexpr const char* op = "mahalanobis_distance";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  const DeviceScope scope(points_in);
-  const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
-  Tensor output = new_empty(points, {problem.B, problem.N});
-  if (output.numel() == 0) return output;
-  const int64_t columns = ceil_div(problem.N, kThreads);
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    auto in = inputs_of<A>(problem, points, means, cholesky);
-    in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
-    const int64_t parts = ceil_div(problem.B, in.part);
-    launch({op, "distance_kernel", scope, parts * columns, kThreads}, distance_kernel<A>, in,
+}  // namespace
+
+static void compute_distances(const OnGpu& device, const GaussianTensors& tensors, Tensor& output) {
+  if (output.numel() == 0) return;
+  const int64_t columns = ceil_div(tensors.problem.N, kThreads);
+  dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
+    auto in = inputs_of<A>(tensors);
+    in.part = std::clamp<int64_t>(ceil_div(in.B * columns, 4 * wanted_blocks(device.scope)), 1, 64);
+    const int64_t parts = ceil_div(in.B, in.part);
+    launch({device.op, "distance_kernel", device.scope, parts * columns, kThreads}, distance_kernel<A>, in,
            mutable_data_of<A>(output), static_cast<int>(parts));
   });
-  return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& grad_output_in, const Tensor& points_in,
-                                                                 const Tensor& means_in, const Tensor& cholesky_in) {
-  constexpr const char* op = "mahalanobis_distance_backward";
-  const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_like(op, "grad_output", grad_output_in, {{"B", problem.B}, {"N", problem.N}}, "points", points_in);
-  const DeviceScope scope(points_in);
-  const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
-               cholesky = dense(cholesky_in);
-  Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
-  if (grad_output.numel() == 0) {
-    zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
-    return {grad_points, grad_means, grad_cholesky};
-  }
-  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    const auto in = inputs_of<A>(problem, points, means, cholesky);
-    const A* grad = data_of<A>(grad_output);
-    launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,
-           in, grad, mutable_data_of<A>(grad_points));
+static void compute_distance_gradients(const OnGpu& device, const GaussianTensors& tensors,
+                                       GaussianGradients& gradients) {
+  if (gradients.grad_output.numel() == 0) return;
+  dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
+    const auto in = inputs_of<A>(tensors);
+    const A* grad = data_of<A>(gradients.grad_output);
+    launch({device.op, "distance_point_kernel", device.scope, ceil_div(in.B, kThreads / 32), kThreads},
+           distance_point_kernel<A>, in, grad, mutable_data_of<A>(gradients.points));
     launch_pairs<A, Task::kDistanceGradients, false>(
-        op, scope, in, points, {grad, nullptr, mutable_data_of<A>(grad_means), mutable_data_of<A>(grad_cholesky)});
+        device.op, device.scope, in, tensors.points,
+        {grad, nullptr, mutable_data_of<A>(gradients.means), mutable_data_of<A>(gradients.cholesky)});
   });
-  return {grad_points, grad_means, grad_cholesky};
 }
 
-}  // namespace
 }  // namespace visdet::gaussian_field
