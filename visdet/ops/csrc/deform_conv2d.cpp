@@ -1,12 +1,10 @@
 // deform_conv2d: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "deform_conv2d.h"
 
-#include <optional>
-
 #include "cpu/deform_conv2d/arrays.h"
 #include "cpu/dispatch.h"
 
-namespace visdet {
+namespace visdet::deform_conv2d {
 namespace {
 
 using torch::stable::parallel_for;
@@ -250,50 +248,23 @@ class Convolution {
   std::vector<int64_t> slot_;       // [groups, terms] the line of each term among those of its group
 };
 
-using Ints = std::vector<int64_t>;
-
-Tensor deform_conv2d(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight,
-                     const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
-                     int64_t im2col_step) {
-  const auto p = check_deform_conv("deform_conv2d", input, offset, mask ? &*mask : nullptr, weight, stride, padding,
-                                   dilation, deform_groups, im2col_step);
-  Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
-  if (output.numel() == 0 || input.numel() == 0) return zero_(output);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask).forward(weight, output);
-  });
-  return output;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
-    const Tensor& grad_output, const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask,
-    const Tensor& weight, const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
-    int64_t im2col_step, bool needs_input, bool needs_offset, bool needs_weight) {
-  constexpr const char* op = "deform_conv2d_backward";
-  const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
-                                   deform_groups, im2col_step);
-  check_like(op, "grad_output", grad_output, {p.B, p.M, p.height, p.width}, "input", input);
-  const auto gradient_of = [&](const Tensor& tensor, bool needs) {
-    return needs ? new_like(tensor) : new_empty(tensor, {0});
-  };
-  const bool needs_mask = needs_offset && mask;
-  Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);
-  Tensor grad_mask = gradient_of(mask ? *mask : offset, needs_mask), grad_weight = gradient_of(weight, needs_weight);
-  if (grad_output.numel() == 0 || input.numel() == 0) {
-    return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
-  }
-  if (!needs_input && !needs_offset && !needs_weight) return {grad_input, grad_offset, grad_mask, grad_weight};
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    Convolution<decltype(value_tag), decltype(accumulate_tag)>(p, input, offset, mask)
-        .backward(dense(grad_output), weight, needs_input ? &grad_input : nullptr,
-                  needs_offset ? &grad_offset : nullptr, needs_mask ? &grad_mask : nullptr,
-                  needs_weight ? &grad_weight : nullptr);
-  });
-  return {grad_input, grad_offset, grad_mask, grad_weight};
-}
-
 }  // namespace
-}  // namespace visdet
+
+static void compute(const OnCpu&, const Arguments& given, Tensor& output) {
+  dispatch_value_type(output.scalar_type(), [&]<typename T, typename A>(T, A) {
+    Convolution<T, A>(given.problem, given.input, given.offset, given.mask).forward(given.weight, output);
+  });
+}
+
+static void compute_gradients(const OnCpu&, const Arguments& given, const Tensor& grad_output,
+                              const GradientTensors& gradients) {
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
+    Convolution<T, A>(given.problem, given.input, given.offset, given.mask)
+        .backward(grad_output, given.weight, gradients.input, gradients.offset, gradients.mask, gradients.weight);
+  });
+}
+
+}  // namespace visdet::deform_conv2d
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
@@ -307,6 +278,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d_backward));
+  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d::forward<visdet::OnCpu>));
+  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d::backward<visdet::OnCpu>));
 }

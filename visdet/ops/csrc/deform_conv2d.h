@@ -18,9 +18,11 @@
 // plays no part. All sums are taken in a fixed order.
 #pragma once
 
+#include <optional>
+#include <tuple>
 #include <vector>
 
-#include "common/checks.h"
+#include "common/each.h"
 
 namespace visdet {
 
@@ -81,4 +83,66 @@ inline DeformConvProblem check_deform_conv(const char* op, const Tensor& input, 
   return p;
 }
 
+namespace deform_conv2d {
+
+using Ints = std::vector<int64_t>;
+
+// The arguments of a call, none of which is empty.
+struct Arguments {
+  DeformConvProblem problem;
+  const Tensor &input, &offset;
+  const std::optional<Tensor>& mask;
+  const Tensor& weight;
+};
+
+// Where the gradients go, null for those that are not wanted.
+struct GradientTensors {
+  Tensor *input, *offset, *mask, *weight;
+};
+
+// compute(device, arguments, output) writes the output.
+template <typename Device>
+Tensor forward(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight,
+               const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
+               int64_t im2col_step) {
+  constexpr const char* op = "deform_conv2d";
+  const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
+                                   deform_groups, im2col_step);
+  const Device device(op, input);
+  Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
+  if (output.numel() == 0 || input.numel() == 0) return zero_(output);
+  compute(device, Arguments{p, input, offset, mask, weight}, output);
+  return output;
+}
+
+// compute_gradients(device, arguments, grad_output, gradients) writes the gradients. grad_output is dense.
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
+                                                    const Tensor& offset, const std::optional<Tensor>& mask,
+                                                    const Tensor& weight, const Ints& stride, const Ints& padding,
+                                                    const Ints& dilation, int64_t deform_groups, int64_t im2col_step,
+                                                    bool needs_input, bool needs_offset, bool needs_weight) {
+  constexpr const char* op = "deform_conv2d_backward";
+  const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
+                                   deform_groups, im2col_step);
+  check_like(op, "grad_output", grad_output, {p.B, p.M, p.height, p.width}, "input", input);
+  const Device device(op, input);
+  const auto gradient_of = [&](const Tensor& tensor, bool needs) {
+    return needs ? new_like(tensor) : new_empty(tensor, {0});
+  };
+  const bool needs_mask = needs_offset && mask;
+  Tensor grad_input = gradient_of(input, needs_input), grad_offset = gradient_of(offset, needs_offset);
+  Tensor grad_mask = gradient_of(mask ? *mask : offset, needs_mask), grad_weight = gradient_of(weight, needs_weight);
+  if (grad_output.numel() == 0 || input.numel() == 0) {
+    return {zero_(grad_input), zero_(grad_offset), zero_(grad_mask), zero_(grad_weight)};
+  }
+  if (needs_input || needs_offset || needs_weight) {
+    const GradientTensors gradients{needs_input ? &grad_input : nullptr, needs_offset ? &grad_offset : nullptr,
+                                    needs_mask ? &grad_mask : nullptr, needs_weight ? &grad_weight : nullptr};
+    compute_gradients(device, Arguments{p, input, offset, mask, weight}, dense(grad_output), gradients);
+  }
+  return {grad_input, grad_offset, grad_mask, grad_weight};
+}
+
+}  // namespace deform_conv2d
 }  // namespace visdet
