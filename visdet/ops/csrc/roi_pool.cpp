@@ -60,57 +60,41 @@ std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, 
   return images;
 }
 
-std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
-                                    double spatial_scale) {
-  const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
-  const Tensor input = dense(input_in), rois = dense(rois_in);
-  Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
-  Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
-  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
-    const RoIPoolArrays<T> a{problem, data_of<T>(input), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax)};
-    const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
-    const auto images = sort_regions<A>(problem, data_of<A>(rois), static_cast<A>(spatial_scale), intervals.data());
-    const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
-    pool_regions<A>(images, 1, a.input, a.C, a.H, a.W, kernels.lay_out, [&] {
-      return [&, peaks = Scratch<A>(PH * PW * kBlock<A>), indices = Scratch<int32_t>(PH * PW * kBlock<A>)](
-                 const RoIPoolRegion& region, int64_t c0, int64_t, const Window& window, const A* pixels) {
-        kernels.pool(a, region, c0, window, pixels, peaks.data(), indices.data());
-      };
-    });
+}  // namespace
+
+template <typename T, typename A>
+void pool_to_maxima(const OnCpu&, const RoIPoolArrays<T>& a, const A* rois, A scale) {
+  const int64_t bins = a.PH * a.PW;
+  const Scratch<int32_t> intervals(a.N * 2 * (a.PH + a.PW));
+  const auto images = sort_regions<A>(a, rois, scale, intervals.data());
+  const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
+  pool_regions<A>(images, 1, a.input, a.C, a.H, a.W, kernels.lay_out, [&] {
+    return [&, peaks = Scratch<A>(bins * kBlock<A>), indices = Scratch<int32_t>(bins * kBlock<A>)](
+               const RoIPoolRegion& region, int64_t c0, int64_t, const Window& window, const A* pixels) {
+      kernels.pool(a, region, c0, window, pixels, peaks.data(), indices.data());
+    };
   });
-  return {output, argmax};
 }
 
-Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
-                         int64_t H, int64_t W) {
-  const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
-  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
-  Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
-  zero_(grad_input);
-  const int64_t bins = problem.PH * problem.PW, pixels = H * W;
-  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
-    const T* gradient = data_of<T>(grad_output);
-    const A* boxes = data_of<A>(rois);
-    const int32_t* index = data_of<int32_t>(argmax);
-    A* sums = mutable_data_of<A>(grad_input);
-    torch::stable::parallel_for(0, problem.C, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t n = 0; n < problem.N; ++n) {
-        const A b = boxes[5 * n];
-        if (!(b >= 0 && b < static_cast<A>(B))) continue;
-        for (int64_t c = begin; c < end; ++c) {
-          A* map = sums + (static_cast<int64_t>(b) * problem.C + c) * pixels;
-          const int64_t first = (n * problem.C + c) * bins;
-          for (int64_t i = first; i < first + bins; ++i) {
-            if (index[i] >= 0 && index[i] < pixels) map[index[i]] += to_accumulate(gradient[i]);
-          }
+template <typename T, typename A>
+void scatter_to_maxima(const OnCpu&, const RoIPoolProblem& p, const T* grad_output, const A* rois,
+                       const int32_t* argmax, A* sums) {
+  const int64_t bins = p.PH * p.PW, pixels = p.H * p.W;
+  torch::stable::parallel_for(0, p.C, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = 0; n < p.N; ++n) {
+      const A b = rois[5 * n];
+      if (!(b >= 0 && b < static_cast<A>(p.B))) continue;
+      for (int64_t c = begin; c < end; ++c) {
+        A* map = sums + (static_cast<int64_t>(b) * p.C + c) * pixels;
+        const int64_t first = (n * p.C + c) * bins;
+        for (int64_t i = first; i < first + bins; ++i) {
+          if (argmax[i] >= 0 && argmax[i] < pixels) map[argmax[i]] += to_accumulate(grad_output[i]);
         }
       }
-    });
+    }
   });
-  return grad_input;
 }
 
-}  // namespace
 }  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
@@ -123,6 +107,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool));
-  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward));
+  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool_forward<visdet::OnCpu>));
+  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward<visdet::OnCpu>));
 }

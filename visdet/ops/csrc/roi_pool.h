@@ -47,32 +47,60 @@ struct RoIPoolKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include <tuple>
+
+#include "common/each.h"
 #include "common/rois.h"
 
 namespace visdet {
 
-inline RoIPoolProblem check_roi_pool(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW) {
+// pool_to_maxima(device, a, rois, scale) computes the maxima and where they are.
+template <typename Device>
+std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
+                                            double spatial_scale) {
   constexpr const char* op = "roi_pool";
-  check_shape(op, "input", input, {"B", "C", "H", "W"});
-  check_shape(op, "rois", rois, {"N", 5});
-  check_rois(op, rois, input);
-  const RoIPoolProblem problem{input.size(0), input.size(1), input.size(2), input.size(3), rois.size(0), PH, PW};
+  check_shape(op, "input", input_in, {"B", "C", "H", "W"});
+  check_shape(op, "rois", rois_in, {"N", 5});
+  check_rois(op, rois_in, input_in);
+  const RoIPoolProblem problem{
+      input_in.size(0), input_in.size(1), input_in.size(2), input_in.size(3), rois_in.size(0), PH, PW};
   check_roi_sizes(op, problem);
-  return problem;
+  const Device device(op, input_in);
+  const Tensor input = dense(input_in), rois = dense(rois_in);
+  Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
+  Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
+  if (output.numel() == 0) return {output, argmax};
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
+    const RoIPoolArrays<T> a{problem, data_of<T>(input), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax)};
+    pool_to_maxima(device, a, data_of<A>(rois), static_cast<A>(spatial_scale));
+  });
+  return {output, argmax};
 }
 
-inline RoIPoolProblem check_roi_pool_backward(const Tensor& grad_output, const Tensor& rois, const Tensor& argmax,
-                                              int64_t B, int64_t H, int64_t W) {
+// scatter_to_maxima(device, problem, grad_output, rois, argmax, sums) adds up the gradient, which is 0 before.
+template <typename Device>
+Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
+                         int64_t H, int64_t W) {
   constexpr const char* op = "roi_pool_backward";
-  check_shape(op, "rois", rois, {"N", 5});
-  check_rois(op, rois, grad_output);
-  check_shape(op, "grad_output", grad_output, {rois.size(0), "C", "PH", "PW"});
-  const RoIPoolProblem problem{B, grad_output.size(1), H, W, rois.size(0), grad_output.size(2), grad_output.size(3)};
-  check_shape(op, "argmax", argmax, {problem.N, problem.C, problem.PH, problem.PW});
-  VISDET_CHECK(op, argmax.scalar_type() == ScalarType::Int, "argmax must be int32, got ", dtype_text(argmax));
-  check_device(op, "argmax", argmax, "grad_output", grad_output);
+  check_shape(op, "rois", rois_in, {"N", 5});
+  check_rois(op, rois_in, grad_output_in);
+  check_shape(op, "grad_output", grad_output_in, {rois_in.size(0), "C", "PH", "PW"});
+  const RoIPoolProblem problem{
+      B, grad_output_in.size(1), H, W, rois_in.size(0), grad_output_in.size(2), grad_output_in.size(3)};
+  check_shape(op, "argmax", argmax_in, {problem.N, problem.C, problem.PH, problem.PW});
+  VISDET_CHECK(op, argmax_in.scalar_type() == ScalarType::Int, "argmax must be int32, got ", dtype_text(argmax_in));
+  check_device(op, "argmax", argmax_in, "grad_output", grad_output_in);
   check_roi_sizes(op, problem);
-  return problem;
+  const Device device(op, grad_output_in);
+  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
+  Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
+  zero_(grad_input);
+  if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
+    scatter_to_maxima(device, problem, data_of<T>(grad_output), data_of<A>(rois), data_of<int32_t>(argmax),
+                      mutable_data_of<A>(grad_input));
+  });
+  return grad_input;
 }
 
 }  // namespace visdet

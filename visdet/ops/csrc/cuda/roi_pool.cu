@@ -1,6 +1,4 @@
 // roi_pool on CUDA. The contract is in ../roi_pool.h.
-#include <tuple>
-
 #include "common/launch.h"
 #include "common/values.cuh"
 #include "roi_pool.h"
@@ -71,44 +69,29 @@ __global__ void __launch_bounds__(kThreads)
   atomicAdd(grad_input + (static_cast<int64_t>(b) * size.C + c) * pixels + index, to_accumulate(grad_output[i]));
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
-                                   double spatial_scale) {
-  constexpr const char* op = "roi_pool";
-  const auto problem = check_roi_pool(input_in, rois_in, PH, PW);
-  const DeviceScope scope(input_in);
-  const Tensor input = dense(input_in), rois = dense(rois_in);
-  Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
-  Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
-  if (output.numel() == 0) return {output, argmax};
-  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
-    launch({op, "pool_kernel", scope, ceil_div(output.numel(), kThreads), kThreads}, pool_kernel<T, A>,
-           data_of<T>(input), data_of<A>(rois), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax), problem,
-           static_cast<A>(spatial_scale));
-  });
-  return {output, argmax};
-}
-
-Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B, int64_t H,
-                int64_t W) {
-  constexpr const char* op = "roi_pool_backward";
-  const auto problem = check_roi_pool_backward(grad_output_in, rois_in, argmax_in, B, H, W);
-  const DeviceScope scope(grad_output_in);
-  const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
-  Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
-  zero_(grad_input);
-  if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
-  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
-    launch({op, "scatter_kernel", scope, ceil_div(grad_output.numel(), kThreads), kThreads}, scatter_kernel<T, A>,
-           data_of<T>(grad_output), data_of<A>(rois), data_of<int32_t>(argmax), mutable_data_of<A>(grad_input),
-           problem);
-  });
-  return grad_input;
-}
-
 }  // namespace
 }  // namespace visdet::roi_pool
 
+namespace visdet {
+
+template <typename T, typename A>
+void pool_to_maxima(const OnGpu& device, const RoIPoolArrays<T>& a, const A* rois, A scale) {
+  using namespace roi_pool;
+  launch({device.op, "pool_kernel", device.scope, ceil_div(a.N * a.C * a.PH * a.PW, kThreads), kThreads},
+         pool_kernel<T, A>, a.input, rois, a.output, a.argmax, a, scale);
+}
+
+template <typename T, typename A>
+void scatter_to_maxima(const OnGpu& device, const RoIPoolProblem& p, const T* grad_output, const A* rois,
+                       const int32_t* argmax, A* sums) {
+  using namespace roi_pool;
+  launch({device.op, "scatter_kernel", device.scope, ceil_div(p.N * p.C * p.PH * p.PW, kThreads), kThreads},
+         scatter_kernel<T, A>, grad_output, rois, argmax, sums, p);
+}
+
+}  // namespace visdet
+
 VISDET_CUDA_OPERATORS(roi_pool, m) {
-  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool::forward));
-  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool::backward));
+  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool_forward<visdet::OnGpu>));
+  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward<visdet::OnGpu>));
 }
