@@ -59,19 +59,11 @@ class Peer:
     # This imports the peer and returns a function from the case's arguments to a Call. It raises an ImportError if the
     # peer is missing.
     load: Callable[[], Callable[..., Call]]
-    memory: Callable[[tuple[Any, ...]], int] = lambda arguments: (
-        0
-    )  # estimate of the peak memory in bytes, or 0 if it is small
 
 
-def peer_of(
-    name: str,
-    function: Callable[..., Tensor],
-    differentiable: tuple[int, ...] = (),
-    memory: Callable[[tuple[Any, ...]], int] = lambda arguments: 0,
-) -> Peer:
+def peer_of(name: str, function: Callable[..., Tensor], differentiable: tuple[int, ...] = ()) -> Peer:
     """Return the peer that is a function of the operator's own arguments."""
-    return Peer(name, lambda: lambda *arguments: Call(function, arguments, differentiable), memory)
+    return Peer(name, lambda: lambda *arguments: Call(function, arguments, differentiable))
 
 
 @dataclass(frozen=True)

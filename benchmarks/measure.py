@@ -2,9 +2,7 @@
 
 import dataclasses
 import gc
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from .case import PASSES, Call, Case, Peer, Work, dtype_name
 from .floors import Floors
 from .gate import Gate, check, relative_error
-from .timing import peak_bytes, time_pass
+from .timing import time_pass
 
 SECONDS = {"cuda": 0.15, "cpu": 1.0}  # the duration of the repetitions for one figure
 QUICK_SECONDS = {"cuda": 0.02, "cpu": 0.05}
@@ -53,8 +51,6 @@ def measure(
         return result
     seconds = (QUICK_SECONDS if quick else SECONDS)[device.type]
     _add_passes(result, case, dtype, case.call(arguments), grad_output, floors, seconds)
-    if device.type == "cuda" and case.differentiable and "both" in result["passes"]:
-        result["peak_bytes"] = peak_bytes(case.call(arguments), grad_output)
     for peer in case.peers:
         entry = _measure_peer(peer, case, arguments, grad_output, gate, seconds)
         if entry is not None:
@@ -102,7 +98,7 @@ def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) ->
 def _measure_peer(
     peer: Peer, case: Case, arguments: tuple[Any, ...], grad_output: Tensor, gate: Gate, seconds: float
 ) -> dict[str, Any] | None:
-    """Return the times, the peak memory and the forward error of a peer, or None if it is missing.
+    """Return the times and the forward error of a peer, or None if it is missing.
 
     A failure of the peer is reported as a line of text.
     """
@@ -111,10 +107,6 @@ def _measure_peer(
     except (ImportError, OSError):
         return None
     entry: dict[str, Any] = {"passes": {}}
-    needed = peer.memory(arguments)
-    if needed > _free_bytes(grad_output.device):
-        entry["problem"] = f"not run: needs about {needed / 2**30:.0f} GiB"
-        return entry
     try:
         call = adapt(*arguments)
         with torch.no_grad():
@@ -125,8 +117,6 @@ def _measure_peer(
             entry["passes"][kind] = dataclasses.asdict(
                 _time_peer(call, kind, grad_output, case.graph, seconds)
             )
-        if grad_output.is_cuda and case.differentiable:
-            entry["peak_bytes"] = peak_bytes(call, grad_output)
     except Exception as error:  # Any failure of another project is a result.
         entry["problem"] = _first_line(error)
     gc.collect()
@@ -152,18 +142,6 @@ def _add_ratios(result: dict[str, Any]) -> None:
             for kind, timing in entry["passes"].items()
             if kind in result["passes"]
         }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return sys.maxsize
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kibibytes[0] << 10 if kibibytes else sys.maxsize
 
 
 def _first_line(error: Exception) -> str:

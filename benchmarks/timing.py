@@ -92,17 +92,6 @@ def time_pass(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds: 
         return Timing.of(_gpu_times(prepare(call, kind, grad_output), seconds), "do_bench")
 
 
-def peak_bytes(call: Call, grad_output: Tensor) -> int:
-    """Return the peak GPU memory of forward and backward in bytes, without their arguments."""
-    step = prepare(call, "both", grad_output)
-    step()  # Memory that a first call keeps, such as tables of compiled kernels, does not count.
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def _time_on_cpu(function: Callable[[], Any], seconds: float) -> Timing:
     times: list[float] = []
     for _ in range(CPU_WARMUP + CPU_RUNS[1]):

@@ -95,11 +95,6 @@ def grid_sample_path(
     return summed.reshape(B, Q, C).to(features.dtype)
 
 
-def _torch_memory(arguments: tuple[Any, ...]) -> int:
-    features, _, _, _, weights = arguments
-    return 4 * weights.numel() // GROUPS * features.shape[-1] * 4
-
-
 def _every_point(
     features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -109,7 +104,7 @@ def _every_point(
     return deformable_aggregation(features, level_shapes, level_starts, *points).unflatten(1, (Q, P)).sum(2)
 
 
-TORCH = peer_of("torch", grid_sample_path, (0, 3, 4), _torch_memory)
+TORCH = peer_of("torch", grid_sample_path, (0, 3, 4))
 EVERY_POINT = peer_of("every_point", _every_point, (0, 3, 4))
 
 

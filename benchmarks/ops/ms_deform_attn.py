@@ -128,12 +128,6 @@ def grid_sample_path(
     return summed.transpose(1, 2).contiguous().to(value.dtype)
 
 
-def _torch_memory(arguments: tuple[Any, ...]) -> int:
-    """Return an estimate for grid_sample_path, which keeps the samples, their stack, the product and two gradients."""
-    value, _, _, _, weights = arguments
-    return 5 * weights.numel() * value.shape[-1] * weights.element_size()
-
-
 def _load_mmcv() -> Any:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
 
@@ -185,7 +179,7 @@ def _im2col_step(B: int) -> int:
 
 
 PEERS = (
-    peer_of("torch", grid_sample_path, (0, 3, 4), _torch_memory),
+    peer_of("torch", grid_sample_path, (0, 3, 4)),
     Peer("mmcv", _load_mmcv),
     Peer("DCNv4", _load_dcnv4),
     Peer("deformops", partial(_load_deformops, None)),
