@@ -1,7 +1,5 @@
 """Make the small golden vectors of tests/data.
 
-``python tests/make_golden.py unit_cases [FOLDER]``
-    packs the unit-level cases and the lists of published parameters from FOLDER (``../shared/data``), unchanged.
 ``python tests/make_golden.py deformable_detr [FOLDER]``
     runs mmdet's Deformable DETR; needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv.md). The sampling operator and the
     focal loss are mmcv's, in plain torch.
@@ -11,7 +9,8 @@
     runs visdet's own SparseDrive; only to be done where tests/models/sparsedrive passes on the large vectors, which
     are the original's numbers.
 
-The models are configured as the large vectors of FOLDER are. Their weights and images are drawn by ``golden.drawn``, so
+The unit-level cases and the lists of published parameters are those of FOLDER (``../shared/data``), compressed. The
+models are configured as the large vectors of FOLDER are. Their weights and images are drawn by ``golden.drawn``, so
 that a file holds results alone, and of a long result every n-th number.
 """
 
@@ -62,17 +61,6 @@ def store(arrays: dict[str, np.ndarray], name: str, value: object) -> None:
         array = array.astype(np.float32)
     step = step_of(array.size)
     arrays[name if step == 1 else f"{name}@{step}"] = array if step == 1 else array.reshape(-1)[::step]
-
-
-def unit_cases(folder: Path) -> None:
-    """Pack what is small as it is."""
-    for name in ("modules", "fused_sample_ops", "gaussian_field"):
-        pack(name, read(folder, name))
-    shapes = {
-        path.stem: json.loads(path.read_text()) for path in sorted((folder / "state_dicts").glob("*.json"))
-    }
-    text = json.dumps(shapes, separators=(",", ":")).encode()
-    (OWN / "state_dicts.json.xz").write_bytes(lzma.compress(text, preset=9))
 
 
 def deformable_detr(folder: Path) -> None:
@@ -264,7 +252,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["unit_cases", "deformable_detr", "sparsedrive"])
+    parser.add_argument("what", choices=["deformable_detr", "sparsedrive"])
     parser.add_argument("folder", type=Path, nargs="?", default=SHARED)
     options = parser.parse_args()
     globals()[options.what](options.folder)
