@@ -61,6 +61,6 @@ def render(sigma: Tensor, origin: Tensor, points: Tensor, tindex: Tensor, loss_n
 
 def _lengths(origin: Tensor, points: Tensor, times: Tensor) -> Tensor:
     """Return the distances of points [B, N, 3] from their origins in float64."""
-    start = origin.gather(1, times.clamp(0, origin.shape[1] - 1)[..., None].expand(-1, -1, 3))
+    start = origin.take_along_dim(times.clamp(0, origin.shape[1] - 1)[..., None], 1)
     x, y, z = (points.double() - start).unbind(-1)
     return (x * x + y * y + z * z).sqrt()

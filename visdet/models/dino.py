@@ -15,7 +15,7 @@ from visdet.registry import MODELS
 from .box_coders import UprightBoxCoder
 from .boxes import inverse_sigmoid
 from .deformable_detr.base import DeformableDetectionTransformer, TrainingBatch
-from .deformable_detr.decoder_start import DecoderStart, DenoisingQueries, pixel_proposals, rows_at
+from .deformable_detr.decoder_start import DecoderStart, DenoisingQueries, pixel_proposals
 from .deformable_detr.flat_pyramid import FlatPyramid
 from .deformable_detr.head import DeformableDETRHead
 from .deformable_detr.transformer import DeformableDetrTransformerDecoder
@@ -24,6 +24,7 @@ from .layers.plain import all_rows
 from .layers.positional_encoding import sine_embedding
 from .layers.precision import in_full_precision, without_gradients
 from .matching.padded_targets import PaddedTargets
+from .rows import rows_at
 
 _LOGIT = functools.partial(inverse_sigmoid, eps=1e-3)
 

@@ -148,7 +148,7 @@ def _walk(
     S = origins.shape[1]
     is_walking = (times >= 0) & (times < S)
     origins = torch.nn.functional.pad(origins.double(), (0, 0, 0, 1))
-    origin = origins.gather(1, torch.where(is_walking, times, S)[..., None].expand(-1, -1, 3))
+    origin = origins.take_along_dim(torch.where(is_walking, times, S)[..., None], 1)
     path = points.double() - origin
     # torch.sqrt of the CPU may be off by a bit, which decides between borders that are equally near.
     length = torch.linalg.vector_norm(path.movedim(-1, 0).contiguous(), dim=0)

@@ -41,8 +41,7 @@ def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, z
     if is_shared:
         terms = features[index].permute(0, 3, 1, 2)
     else:
-        C = features.shape[1]
-        terms = features.gather(2, index.flatten(1)[:, None].expand(-1, C, -1)).unflatten(2, index.shape[1:])
+        terms = features.take_along_dim(index.flatten(1)[:, None], 2).unflatten(2, index.shape[1:])
     return (terms * weight[:, None]).sum(3) if weight.dim() == 3 else terms.squeeze(3)
 
 

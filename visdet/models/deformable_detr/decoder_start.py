@@ -79,8 +79,3 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
 def box_embedding(positions: Tensor, num_feats: int) -> Tensor:
     """Return the sine embedding [..., P·num_feats] of the P numbers in 0..1 that stand for each box."""
     return sine_embedding(positions * (2 * math.pi), num_feats).flatten(-2)
-
-
-def rows_at(index: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows [B, K, C] of [B or 1, S, C] at ``index`` [B, K]."""
-    return rows.expand(index.shape[0], -1, -1).gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

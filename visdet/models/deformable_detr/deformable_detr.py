@@ -10,8 +10,9 @@ from visdet.registry import MODELS
 from ..layers.normalization import LayerNorm
 from ..layers.plain import all_rows
 from ..layers.precision import in_full_precision
+from ..rows import rows_at
 from .base import DeformableDetectionTransformer, TrainingBatch
-from .decoder_start import DecoderStart, box_embedding, pixel_proposals, rows_at
+from .decoder_start import DecoderStart, box_embedding, pixel_proposals
 from .flat_pyramid import FlatPyramid
 
 

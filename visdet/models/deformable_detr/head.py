@@ -17,7 +17,8 @@ from ..box_coders import UprightBoxCoder
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
-from .decoder_start import DecoderStart, rows_at
+from ..rows import rows_at
+from .decoder_start import DecoderStart
 from .transformer import LOGIT
 
 _FOCAL = {"type": "FocalLoss", "use_sigmoid": True, "gamma": 2.0, "alpha": 0.25, "loss_weight": 2.0}

@@ -13,6 +13,7 @@ from visdet.execution.host_copy import HostCopy
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.structures import DetDataSample
 
+from ..rows import labels_at, rows_or_zeros
 from ..transfer import to_device
 
 
@@ -111,8 +112,4 @@ class PaddedTargets:
                 box.
             background: the class of predictions without a target.
         """
-        labels = F.pad(self.labels, (0, 1), value=background).expand(*index.shape[:-1], -1)
-        boxes = F.pad(self.boxes_px, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
-        return labels.gather(-1, index), boxes.gather(
-            -2, index.unsqueeze(-1).expand(*index.shape, boxes.shape[-1])
-        )
+        return labels_at(self.labels, index, background), rows_or_zeros(self.boxes_px, index)

@@ -14,6 +14,7 @@ from visdet.execution.tensor_tree import ON_HOST
 
 from ..matching.assignment import mean_count, solve_padded
 from ..matching.padded_targets import room_for
+from ..rows import labels_at, rows_or_zeros
 from ..transfer import to_device
 
 LEAST_ROOM = 16
@@ -78,12 +79,6 @@ def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row
     return padded.to(device, non_blocking=copied)
-
-
-def rows_or_zeros(table: Tensor, index: Tensor) -> Tensor:
-    """Return the rows [..., B, Q, D] of a table [B, N, D] at an index [..., B, Q]. Where it is N, they are zeros."""
-    rows = F.pad(table, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
-    return rows.gather(-2, index.unsqueeze(-1).expand(*index.shape, table.shape[-1]))
 
 
 class InstanceTargets(NamedTuple):
@@ -197,9 +192,7 @@ class BaseTargetWithDenoising(ABC):
             index: [L, B, Q], the result of ``solve_padded``: an instance of ``truth``, or N for background.
             ordering: that of ``pair_costs``. num_classes: C, the label of background.
         """
-        labels = (
-            F.pad(truth.labels, (0, 1), value=num_classes).expand(*index.shape[:-1], -1).gather(-1, index)
-        )
+        labels = labels_at(truth.labels, index, background=num_classes)
         values = truth.values
         if ordering is None:
             row = index

@@ -9,6 +9,7 @@ from torch import Tensor
 from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.registry import TASK_UTILS
 
+from ...rows import rows_at
 from .box3d import CNS, decode_box
 
 
@@ -78,8 +79,8 @@ def rows_to_keep(
     if min_distance is not None:
         order = best.score.argsort(dim=1, descending=True, stable=True)
         query, label = best.query.gather(1, order), best.label.gather(1, order)
-        columns = query[..., None].expand(-1, -1, boxes.shape[-1])  # OpenVINO does not gather from a slice.
-        centres = boxes.float().gather(1, columns)[..., :2]
+        # OpenVINO does not gather from a slice.
+        centres = rows_at(query, boxes.float())[..., :2]
         is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance
         hides = (is_near & (label[:, :, None] == label[:, None])).triu(1)
         is_free = is_kept.gather(1, order)
@@ -172,7 +173,7 @@ class SparseBox3DDecoder:
         of_layer = None if quality is None else quality[output_idx]
         best = self.best(cls_scores[output_idx], of_layer, once_each=instance_id is not None)
         results = {
-            "boxes_3d": decode_box(boxes.gather(1, best.query[..., None].expand(-1, -1, boxes.shape[-1]))),
+            "boxes_3d": decode_box(rows_at(best.query, boxes)),
             "scores_3d": best.score,
             "labels_3d": best.label,
         }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
+from ...rows import rows_at
 from ..boxes.box3d_decoder import select_best
 
 
@@ -45,7 +46,7 @@ class SparsePoint3DDecoder:
         logits = cls_scores[output_idx]
         best = select_best(logits, num_output=logits.shape[1])
         points = pts_preds[output_idx].float()
-        points = points.gather(1, best.query[..., None].expand(-1, -1, points.shape[-1]))
+        points = rows_at(best.query, points)
         results = {
             "vectors": points.unflatten(-1, (-1, self.coords_dim)),
             "scores": best.score,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..base_target import rows_or_zeros
+from ...rows import rows_or_zeros
 from ..sample_batch import field_of
 
 

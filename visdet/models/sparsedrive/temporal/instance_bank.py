@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, built
 
+from ...rows import rows_at
 from ..anchor_files import ModuleWithAnchors
 from .frame_clock import DeviceStep, FrameStep
 from .plain_values import temporal_value
@@ -25,7 +26,7 @@ def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tens
     """
     confidence, index = confidence.topk(k, dim=1)
     rows = [x if x.dim() == 3 else x[..., None] for x in inputs]
-    return confidence, [x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])) for x in rows]
+    return confidence, [rows_at(index, x) for x in rows]
 
 
 @temporal_value

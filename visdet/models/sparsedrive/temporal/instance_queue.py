@@ -13,6 +13,7 @@ from visdet.checks.arguments import Positive
 from visdet.registry import MODELS
 
 from ...layers.precision import in_full_precision
+from ...rows import rows_at
 from ..boxes.box3d import VX, VY
 from ..mlp import linear_relu_ln
 from .frame_clock import DeviceStep, FrameStep
@@ -262,7 +263,7 @@ def _chosen(match: Tensor, x: Tensor) -> Tensor:
     A row has at most one True.
     """
     index = match.int().argmax(-1)  # Inductor's argmax of 8-bit integers is wrong on a CPU (torch 2.14).
-    rows = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    rows = rows_at(index, x)
     return torch.where(match.any(-1, keepdim=True), rows, 0)
 
 
