@@ -12,6 +12,7 @@ from visdet.datasets.conversion import convert
 from visdet.engine import ConfigError, load_config
 from visdet.engine.errors import explain
 from visdet.errors import InvalidInputError, hints_of
+from visdet.models import DINO
 
 READ_BASE = "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
 
@@ -156,6 +157,12 @@ def test_imports_in_a_config(tmp_path, text, value):
     cfg, _ = load_config(written(tmp_path, text))
     assert cfg.r == value
     assert set(cfg.to_dict()) <= {"r", "x", "work_dir"}, "imported names are not values"
+
+
+def test_a_config_that_mmengine_reads_lazily(tmp_path):
+    written(tmp_path, "x = dict(y=[1])", "base.py")
+    cfg, _ = load_config(written(tmp_path, f"{READ_BASE}from visdet.models import DINO\nx.update(kind=DINO)"))
+    assert cfg.x == {"y": [1], "kind": DINO} and cfg.filename.endswith("a_config.py")
 
 
 def test_a_call_of_an_imported_name_says_how_to_write_it(tmp_path):

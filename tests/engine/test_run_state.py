@@ -168,25 +168,45 @@ STEPS = {"type": "MultiStepLR", "by_epoch": False}
 HALVES = {"type": "ExponentialLR", "gamma": 0.5}
 CONVERTED = {**COSINE, "by_epoch": True, "convert_to_iter_based": True}
 RATE = {"optim_wrapper__optimizer__lr": 3e-3}
-# The options of both runs, those of the first, those of the second, and what the second says to be changed.
+HALF_RATE = {"optim_wrapper__optimizer__lr": 5e-3}
+PLATEAU = {
+    "type": "ReduceOnPlateauLR",
+    "monitor": "toy/images",
+    "rule": "greater",
+    "patience": 0,
+    "factor": 0.5,
+}
+VALIDATED = {"train_cfg__val_interval": 2, "param_scheduler": [PLATEAU]}
+# The iterations before the resumption, the options of both runs, those of the first, those of the second, and what the
+# second says to be changed.
 CHANGES = {
-    "longer": ({**LOGGED, "param_scheduler": [COSINE]}, {"train_cfg__max_iters": 8}, {}, "param_scheduler"),
+    "longer": (
+        6,
+        {**LOGGED, "param_scheduler": [COSINE]},
+        {"train_cfg__max_iters": 8},
+        {},
+        "param_scheduler",
+    ),
     "milestones": (
+        6,
         LOGGED,
         {"param_scheduler": [{**STEPS, "milestones": [4]}]},
         {"param_scheduler": [{**STEPS, "milestones": [6, 12]}]},
         "param_scheduler",
     ),
-    "rate": (LOGGED, {}, RATE, "lr 0.01 -> 0.003"),
-    "no schedule": ({**LOGGED, "param_scheduler": None}, {}, RATE, "lr 0.01 -> 0.003"),
-    "kind": (LOGGED, {}, {"param_scheduler": [POLY]}, "param_scheduler"),
+    "rate": (6, LOGGED, {}, RATE, "lr 0.01 -> 0.003"),
+    "no schedule": (6, {**LOGGED, "param_scheduler": None}, {}, RATE, "lr 0.01 -> 0.003"),
+    "plateau": (6, {**LOGGED, **VALIDATED}, {}, HALF_RATE, "lr 0.01 -> 0.005"),
+    "kind": (6, LOGGED, {}, {"param_scheduler": [POLY]}, "param_scheduler"),
     "epochs": (
+        12,
         {**LONG_EPOCHS, "param_scheduler": [HALVES]},
         {},
         {"param_scheduler": [{**HALVES, "gamma": 0.9}]},
         "param_scheduler",
     ),
     "batch": (
+        6,
         {**LONG_EPOCHS, "param_scheduler": [CONVERTED]},
         {},
         {"train_dataloader__batch_size": 8},
@@ -195,9 +215,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("options", "before", "after", "said"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("done", "options", "before", "after", "said"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_config_goes_on_as_if_it_had_been_so_from_the_start(
-    tmp_path, capsys, options, before, after, said
+    tmp_path, capsys, done, options, before, after, said
 ):
     """The learning rates after the resumption are those of a run that had the new config from its start."""
     new = train(tmp_path / "new", **{**options, **after})
@@ -211,7 +231,7 @@ def test_a_changed_config_goes_on_as_if_it_had_been_so_from_the_start(
     }
     train(tmp_path / "old", **{**options, **saved, **before})
     capsys.readouterr()
-    resumed = train(tmp_path / "rest", str(tmp_path / "old" / "iter_6.pth"), **{**options, **after})
+    resumed = train(tmp_path / "rest", str(tmp_path / "old" / f"iter_{done}.pth"), **{**options, **after})
     assert said in re.search(r"the config differs from that of .* in (.*)\. The", capsys.readouterr().out)[1]
     expected, found = rates(tmp_path / "new"), rates(tmp_path / "rest")
     assert found == {step: expected[step] for step in found} and len(found) == len(losses(resumed)) >= 8
@@ -227,17 +247,9 @@ def test_another_weight_decay_is_taken(tmp_path, capsys):
 
 
 def test_a_longer_run_keeps_what_a_plateau_has_reduced(tmp_path):
-    plateau = {
-        "type": "ReduceOnPlateauLR",
-        "monitor": "toy/images",
-        "rule": "greater",
-        "patience": 0,
-        "factor": 0.5,
-    }
-    options = {"param_scheduler": [plateau], "train_cfg__val_interval": 2}
-    train(tmp_path, train_cfg__max_iters=8, **options)
-    rest = train(tmp_path, resume="auto", train_cfg__max_iters=10, **options)
-    whole = train(tmp_path / "whole", train_cfg__max_iters=10, **options)
+    train(tmp_path, train_cfg__max_iters=8, **VALIDATED)
+    rest = train(tmp_path, resume="auto", train_cfg__max_iters=10, **VALIDATED)
+    whole = train(tmp_path / "whole", train_cfg__max_iters=10, **VALIDATED)
     assert rest.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr() != {"lr": [1e-2]}
 
 
