@@ -161,3 +161,6 @@ def test_print_config(tmp_path, monkeypatch, capsys):
     again = succeed_here(monkeypatch, capsys, "print-config", tmp_path / "printed.py")
     assert "max_iters=77" in printed
     assert again.replace("work_dirs/printed", "work_dirs/toy_config") == printed
+    options = ("visdet::deformable_detr/deformable-detr_shapes", "--summary", "--shape", 64, 96)
+    summary = succeed_here(monkeypatch, capsys, "print-config", *options)
+    assert "64 x 96 pixels" in summary
