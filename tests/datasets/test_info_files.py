@@ -65,6 +65,8 @@ def test_round_trip(tmp_path):
     assert infos[-1]["token"] == "b" and [info["token"] for info in infos[0:2]] == ["a", "b"]
     with pytest.raises(IndexError):
         infos[2]
+    with pytest.raises(ValueError, match="frame 0 of the infos must be a dict, got int"):
+        frame_keys([1])
     assert (
         frame_keys(infos)
         == frame_keys(INFOS)

@@ -156,8 +156,6 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     Raises:
         InvalidInputError: a key is missing, or its value cannot be used. The message names key, record and file.
     """
-    if not isinstance(info, Mapping):
-        raise InvalidInputError(f"frame {index} of {file} must be a dict, got {_described(info)}")
     token = info.get("token")
     where = f"frame {token if isinstance(token, str) and token else index} of {file}"
     record = {name: value for name, value in info.items() if name not in _KEYS}

@@ -261,8 +261,6 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
         if state is None or temporal_valid_mask is None or dn_id_target is None:
             return unchanged
-        if instance_feature.shape[1] <= num_normal_anchor:
-            return unchanged
         N, G = num_normal_anchor, self.num_dn_groups
         ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
         state_ids = state["dn_id_target"]
