@@ -4,7 +4,7 @@ import csv
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .source import Picture, Source, checked_corners, files_below, text_of
+from .source import Picture, Source, checked_corners, counted, files_below, text_of
 
 _COLUMNS = {
     "image": ("image", "filename", "image_path", "file", "path", "file_name", "image_id"),
@@ -20,7 +20,7 @@ _SIZES = (("width", "image_width", "img_width"), ("height", "image_height", "img
 def read_csv(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all tables."""
     for file in files_below(source.root, "*.csv"):
-        with source.left_out.counted(source.left_out.others, str(file)):
+        with counted(source.left_out.others, str(file)):
             yield from _pictures(file, source)
 
 
@@ -44,7 +44,7 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
         if image not in pictures:
             path = source.picture(image, file.parent, split)
             pictures[image] = Picture(path, split or source.file_split(path))
-        with source.left_out.counted(source.left_out.boxes, f"line {number} of {file}"):
+        with counted(source.left_out.boxes, f"line {number} of {file}"):
             if None not in sizes:
                 width, height = (float(row[column] or 0) for column in sizes)  # type: ignore[index]
                 pictures[image].size = (width, height)

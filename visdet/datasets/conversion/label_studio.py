@@ -12,7 +12,7 @@ from visdet.files.images import PICTURE_SUFFIXES
 from visdet.structures.coco_json import read_json
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
-from .source import Picture, Source, files_below, outlined
+from .source import Picture, Source, counted, files_below, outlined
 
 
 def is_label_studio(file: Path) -> bool:
@@ -24,7 +24,7 @@ def read_label_studio(source: Source) -> Iterator[Picture]:
     """Yield the picture of each task, with the rectangles of the first annotation that was not cancelled."""
     for file in filter(is_label_studio, files_below(source.root, "*.json")):
         for number, task in enumerate(read_json(str(file))):
-            with source.left_out.counted(source.left_out.pictures, f"task {number} of {file}"):
+            with counted(source.left_out.pictures, f"task {number} of {file}"):
                 yield _picture(task, file, source)
 
 
@@ -33,7 +33,7 @@ def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
     picture = Picture(path, source.file_split(path))
     kept = [entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled")]
     for item in kept[0] if kept else ():
-        with source.left_out.counted(source.left_out.boxes, f"a region of {path} in {file}"):
+        with counted(source.left_out.boxes, f"a region of {path} in {file}"):
             if item["type"] != "rectanglelabels" or item.get("image_rotation"):
                 raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")
             value, size = item["value"], (item["original_width"], item["original_height"])

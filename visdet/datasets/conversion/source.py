@@ -58,14 +58,6 @@ class LeftOut:
         self.boxes: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
 
-    @contextmanager
-    def counted(self, kind: Counter[str], what: str) -> Iterator[None]:
-        """Count what the block cannot read as one of a kind, and go on."""
-        try:
-            yield
-        except (ValueError, KeyError, ElementTree.ParseError) as error:
-            kind[f"{what}: {error}"] += 1
-
     def lines(self) -> list[str]:
         """Return a line for each thing that is left out, with how often it occurs."""
         counts = self.pictures + self.boxes + self.others
@@ -83,6 +75,15 @@ class LeftOut:
         """Return the share of the pictures, or that of the boxes if it is larger, that is left out."""
         counts = ((self.pictures.total(), num_pictures), (self.boxes.total(), num_boxes))
         return max(left / max(left + kept, 1) for left, kept in counts)
+
+
+@contextmanager
+def counted(kind: Counter[str], what: str) -> Iterator[None]:
+    """Count what the block cannot read as one of a kind of :class:`LeftOut`, and go on."""
+    try:
+        yield
+    except (ValueError, KeyError, ElementTree.ParseError) as error:
+        kind[f"{what}: {error}"] += 1
 
 
 class Source:
@@ -115,7 +116,7 @@ class Source:
         """Yield the box that ``read`` makes of the words of each line of a file that is neither empty nor a header."""
         for number, line in enumerate(text_of(file, "replace").splitlines(), start=1):
             what = f"line {number} of {file}, {line[:60]!r}, is no box of a class"
-            with self.left_out.counted(self.left_out.boxes, what):
+            with counted(self.left_out.boxes, what):
                 if line.strip() and not line.startswith(headers):
                     yield read(line.split())
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from xml.etree import ElementTree
 
-from .source import Picture, Source, checked_corners, files_below, text_of
+from .source import Picture, Source, checked_corners, counted, files_below, text_of
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -16,7 +16,7 @@ def read_voc(source: Source) -> Iterator[Picture]:
         for file in source.root.glob(f"**/ImageSets/Main/{split}.txt"):
             split_of_stem |= dict.fromkeys(text_of(file).split(), split)
     for file in files_below(source.root, "*.xml"):
-        with source.left_out.counted(source.left_out.pictures, str(file)):
+        with counted(source.left_out.pictures, str(file)):
             yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
 
 
@@ -32,7 +32,7 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
     for item in tree.iter("object"):
         label = item.findtext("name") or ""
         what = f"{file}: an object {label} has no bndbox of four numbers"
-        with source.left_out.counted(source.left_out.boxes, what):
+        with counted(source.left_out.boxes, what):
             found = (item.findtext(f"bndbox/{side}") for side in _SIDES)
             corners = checked_corners([float(value or "nothing") for value in found])
             others = {"ignore": 1} if item.findtext("difficult") == "1" else {}

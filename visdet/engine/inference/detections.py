@@ -20,6 +20,7 @@ from visdet.files.writing import write_atomically, written_whole
 from visdet.registry import OPS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_names
+from visdet.structures.coco_json import enclosing_bbox
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
 from .sample_images import image_file_of
@@ -253,10 +254,9 @@ class Detections:
         if len(numbers) != count:
             raise InvalidInputError(f"category_ids must have {count} numbers, got {len(numbers)}")
         records = []
-        rows = zip(self, self.enclosing_boxes.tolist(), self.polygons.flatten(1).tolist(), strict=True)
-        for found, (x1, y1, x2, y2), corners in rows:
+        for found, corners in zip(self, self.polygons.flatten(1).tolist(), strict=True):
             record: dict[str, Any] = {"image_id": image_id, "category_id": int(numbers[found.label])}
-            record |= {"bbox": [x1, y1, x2 - x1, y2 - y1], "score": found.score}
+            record |= {"bbox": enclosing_bbox(corners), "score": found.score}
             records.append(record | ({"segmentation": [corners]} if self.are_turned else {}))
         return records
 
