@@ -112,16 +112,10 @@ class RotatedBoxCoder(UprightBoxCoder):
         self.angle_noise = angle_noise
 
     def to_unit(self, boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
-        return boxes_px / self._extent(image_whwh)
+        return boxes_px / _extent(image_whwh)
 
     def to_pixels(self, boxes: Tensor, image_whwh: Tensor) -> Tensor:
-        return boxes * self._extent(image_whwh)
-
-    def _extent(self, image_whwh: Tensor) -> Tensor:
-        """Return the units [..., 5] of the network's boxes, given the sizes [..., 4] of images in pixels."""
-        size = image_whwh[..., :2]
-        diagonal = diagonals(size).unsqueeze(-1)
-        return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)
+        return boxes * _extent(image_whwh)
 
     def detected(self, boxes: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
         return self.divided(self.to_pixels(boxes, limit), scale)
@@ -146,7 +140,7 @@ class RotatedBoxCoder(UprightBoxCoder):
 
     def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
         sizes = pyramid.level_shapes.flip(-1).to(references.dtype)
-        ratios = self._extent(pyramid.valid_ratios * sizes) / self._extent(sizes)  # [B or 1, L, 5]
+        ratios = _extent(pyramid.valid_ratios * sizes) / _extent(sizes)  # [B or 1, L, 5]
         return references.unsqueeze(-2) * ratios[:, None, :, : references.shape[-1]]
 
     def jittered(self, boxes_px: Tensor, shift: Tensor, image_whwh: Tensor) -> Tensor:
@@ -156,3 +150,10 @@ class RotatedBoxCoder(UprightBoxCoder):
         center = center + turned(0.5 * (low + high) * sides, angle)
         angle = angle + turn * (2 * self.angle_noise)
         return self.to_unit(torch.cat((center, sides * (1 + high - low), angle), dim=-1), image_whwh)
+
+
+def _extent(image_whwh: Tensor) -> Tensor:
+    """Return the units [..., 5] of the network's rotated boxes, given the sizes [..., 2 or 4] of images in pixels."""
+    size = image_whwh[..., :2]
+    diagonal = diagonals(size).unsqueeze(-1)
+    return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)
