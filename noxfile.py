@@ -81,11 +81,13 @@ def check_devkit(session: nox.Session) -> None:
 
 @nox.session(name="check-packages")
 def check_packages(session: nox.Session) -> None:
-    """The attention modules of other detector packages; groundingdino asks for a supervision that rfdetr refuses."""
+    """Other packages' attention and trainings; groundingdino asks for a supervision that rfdetr refuses."""
     session.install(*TORCH, "setuptools", "wheel", *PYTEST)
-    session.install(*(session.posargs or ["ultralytics", "rfdetr", "libreyolo", "addict", "yapf", "timm"]))
+    packages = ["ultralytics", "rfdetr", "libreyolo", "addict", "yapf", "timm"]
+    session.install(*(session.posargs or packages), "scipy", "torch-linear-assignment")
     session.install("--no-build-isolation", "--no-deps", "groundingdino-py")
-    run(session, "-m", "pytest", "tests/compat/test_other_packages.py", VISDET_CHECK="check-packages")
+    tests = ("tests/compat/test_other_packages.py", "tests/compat/test_same_bits.py")
+    run(session, "-m", "pytest", *tests, VISDET_CHECK="check-packages")
 
 
 @nox.session(name="check-transformers")
