@@ -77,6 +77,16 @@ def test_costs_by_hand():
         assert float(cost.pairwise(*predicted, true)) == pytest.approx(expected)
 
 
+def test_further_classes_do_not_change_a_cost():
+    labels = torch.tensor([2, 0, 1, 1, 2])
+    logits, boxes = torch.randn(6, 9), torch.rand(6, 4)
+    costs = [
+        FocalLossCost().pairwise(logits[:, :classes], boxes, targets_of(torch.rand(5, 4), labels))
+        for classes in (3, 5, 9)
+    ]
+    assert costs[0].shape == (6, 5) and all(torch.equal(cost, costs[0]) for cost in costs)
+
+
 def solved(logits, boxes, targets):
     assigner = HungarianAssigner(COSTS)
     return solve_padded(for_solver(assigner.cost(logits, boxes, targets)), targets.counts)

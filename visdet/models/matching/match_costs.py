@@ -61,7 +61,13 @@ class FocalLossCost(MatchCost):
 
     def of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cost [..., Q, N] of logits [..., Q, C] against labels [..., N]."""
-        p = _of_target_class(logits, labels).sigmoid()
+        num_classes, num_targets = logits.shape[-1], labels.shape[-1]
+        if num_classes > num_targets:
+            return self._of_logits(_of_target_class(logits, labels))
+        return _of_target_class(self._of_logits(logits), labels)
+
+    def _of_logits(self, logits: Tensor) -> Tensor:
+        p = at_least_float32(logits).sigmoid()
         positive = -(p + self.eps).log() * self.alpha * (1 - p).pow(self.gamma)
         negative = -(1 - p + self.eps).log() * (1 - self.alpha) * p.pow(self.gamma)
         return self.weight * (positive - negative)
@@ -102,7 +108,8 @@ class BBoxL1Cost(MatchCost):
         predicted, true = boxes_px / targets.image_whwh, targets.boxes_px / targets.image_whwh
         if self.box_format == "xywh":
             predicted, true = xyxy_to_cxcywh(predicted), xyxy_to_cxcywh(true)
-        return self.weight * (predicted.unsqueeze(-2) - true.unsqueeze(-3)).abs().sum(dim=-1)
+        predicted, true = _of_pairs(predicted, true)
+        return self.weight * (predicted - true).abs().sum(dim=-1)
 
 
 @TASK_UTILS.register_module()
@@ -122,10 +129,8 @@ class IoUCost(MatchCost):
         self.iou_mode = iou_mode
 
     def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
-        overlaps = elementwise_overlaps(
-            boxes_px.unsqueeze(-2), targets.boxes_px.unsqueeze(-3), mode=self.iou_mode
-        )
-        return -self.weight * overlaps
+        predicted, true = _of_pairs(boxes_px, targets.boxes_px)
+        return -self.weight * elementwise_overlaps(predicted, true, mode=self.iou_mode)
 
 
 _CODER = RotatedBoxCoder()
@@ -149,8 +154,18 @@ class RotatedBoxCost(MatchCost):
         predicted, true = boxes_px, targets.boxes_px
         if not self.loss.is_in_pixels:
             predicted, true = (_CODER.to_unit(boxes, targets.image_whwh) for boxes in (predicted, true))
-        cost = self.loss.elements(predicted.unsqueeze(-2), true.unsqueeze(-3))
+        cost = self.loss.elements(*_of_pairs(predicted, true))
         return self.weight * (cost if self.loss.is_in_pixels else cost.sum(-1))
+
+
+def _of_pairs(predicted: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """Return boxes [..., Q, D] and [..., N, D] as [..., Q, 1, D] and [..., 1, N, D], which are broadcast to all pairs.
+
+    In memory, each coordinate is a plane, and so it is in what is computed of them. A CPU then computes along the
+    pairs, and not along the few coordinates of each.
+    """
+    predicted, true = (boxes.mT.contiguous().mT for boxes in (predicted, true))
+    return predicted.unsqueeze(-2), true.unsqueeze(-3)
 
 
 def _of_target_class(values: Tensor, labels: Tensor) -> Tensor:
