@@ -96,6 +96,12 @@ def test_room_changes_nothing():
             torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(("count", "room"), [(0, 8), (8, 8), (9, 16), (17, 24)])
+def test_boxes_are_padded_to_few_numbers(count, room):
+    images, samples = batch((count, 0))
+    assert build().training_batch(images, samples).targets.labels.shape == (2, room)
+
+
 def test_noise_is_within_its_scales():
     generator = CdnQueryGenerator(
         1000, 8, label_noise_scale=0.5, box_noise_scale=0.4, group_cfg={"dynamic": False, "num_groups": 500}

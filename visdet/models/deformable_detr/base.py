@@ -192,15 +192,18 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
         """Return images and targets as tensors.
 
-        The boxes of each image are padded to the number that the batch's plan says. Without a plan, that is a power of
-        two. It is at least 8, and at least 64 on a GPU unless the proposals of all pixels are assigned, too.
+        The boxes of each image are padded to the number that the batch's plan says. Without a plan, that is a multiple
+        of 8. On a GPU it is a power of two, at least 64, or 8 if the proposals of all pixels are assigned, too.
         """
         sizes = image_sizes(inputs, data_samples)
         plan = data_samples[0].metainfo
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device, self.box_coder.box_dim)
-        least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.assigns_all_pixels else _LEAST_ROOM
         most = max(targets.counts)
-        room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room_for(most, least))
+        if inputs.is_cuda:
+            room = room_for(most, _LEAST_ROOM if self.assigns_all_pixels else _LEAST_ROOM_ON_GPU)
+        else:
+            room = max(math.ceil(most / _LEAST_ROOM), 1) * _LEAST_ROOM
+        room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room)
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         may_be_padded = plan.get("batch_is_padded", False)
         return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets)
