@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from json_files import read_json, write_json
 from PIL import Image
 
@@ -11,6 +12,7 @@ import visdet
 from visdet.commands import main
 from visdet.data_folder import _base_of, config_for
 from visdet.engine import UserError, load_config, read_checkpoint
+from visdet.engine.config.load import build_dataset
 
 SMALL = """_base_ = ["visdet::dino/dino-small_coco.py"]
 resize = dict(type="Resize", scale=(64, 64), keep_ratio=True)
@@ -82,6 +84,14 @@ def test_a_folder_is_trained_on_without_a_config(here, capsys):
     assert meta["dataset_meta"]["classes"] == ("nut", "bolt") and meta["category_ids"] == [1, 2]
     metrics = visdet.evaluate("work_dirs/mine/best.pth", data=coco(here / "other"), work_dir="test")
     assert "coco/bbox_mAP" in metrics
+
+
+def test_objects_have_the_sizes_that_validation_has(here):
+    cfg, _ = load_config(config_for(yolo(here / "mine"), _base_of("dino-small"), here / "run"))
+    dataset = build_dataset(cfg, "train")
+    boxes = torch.cat([item["data_samples"].gt_instances.bboxes for item in dataset])
+    sides = torch.tensor([0.47 * 480, 0.42 * 360]).expand(len(dataset), -1)
+    torch.testing.assert_close(boxes[:, 2:] - boxes[:, :2], sides, rtol=0, atol=0.1)
 
 
 def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, capsys):
