@@ -17,7 +17,7 @@ ALLOWED = {
     "restricted_load": set(),
     "files": {"errors"},
     "structures": {"errors", "lazy_names", "checks"},
-    "execution": set(),
+    "execution": {"ops"},
     "checks": {"errors"},
     "registry": {"errors", "checks", "near_names"},
     "models": {"ops", "structures", "execution", "checks", "registry", "errors"},

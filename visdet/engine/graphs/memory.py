@@ -19,6 +19,8 @@ class HasGraphs(Protocol):
         """Forget the graphs and their memory."""
 
 
+_BESIDE = 2  # Each more holds workspaces of cuBLAS.
+
 _living: "WeakSet[Any]" = WeakSet()  # all that has graphs
 
 
@@ -60,7 +62,7 @@ def host_waits(mode: str) -> Iterator[None]:
 
 
 class GraphMemory:
-    """What the graphs of all shapes share: a pool, and two streams to capture on.
+    """What the graphs of all shapes share: a pool, and streams to capture on.
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
     next. torch makes no graphs in a pool that all graphs have left.
@@ -68,6 +70,7 @@ class GraphMemory:
     Attributes:
         replays: how many replays have begun that overwrite the activations of the ones before.
         half_copies: the 16-bit copies of parameters, which each step makes anew.
+        beside: streams for the gradients of parameters.
     """
 
     def __init__(self) -> None:
@@ -76,6 +79,7 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()
+        self.beside = [torch.cuda.Stream() for _ in range(_BESIDE)]
 
     @contextmanager
     def captures(self, keeps_activations: bool = False) -> Iterator[Capture]:

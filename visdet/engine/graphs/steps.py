@@ -10,6 +10,7 @@ from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
 from visdet.execution.capture import Capture
+from visdet.execution.later_gradients import LaterGradients
 from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors, tensors_of
 
 from ..optim.gradients import Gradients
@@ -73,6 +74,7 @@ class GraphedStep:
         dtype = torch.get_autocast_dtype("cuda")
         casts = CastsNoted(learning if torch.is_autocast_enabled("cuda") else [], dtype)
         self.half = HalfLeaves(plain, (), dtype, memory.half_copies)
+        self.hooked = set(handed_on)
         self.keeps_activations = recomputes(model)
         with casts:
             try:
@@ -92,8 +94,7 @@ class GraphedStep:
         self.names = list(losses)
         self.block = gradients.block_of(used)
         self.parameters: list[Any] = self.block.parameters
-        hooked = set(handed_on)
-        self.handed_on = [parameter for parameter in self.parameters if parameter in hooked]
+        self.handed_on = [parameter for parameter in self.parameters if parameter in self.hooked]
         self.handed_gradients = [torch.empty_like(parameter) for parameter in self.handed_on]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
         # The losses are a function of it for autograd.
@@ -111,10 +112,21 @@ class GraphedStep:
             with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
                 return losses, torch.autograd.grad(total, list(learning.values()), allow_unused=True)
 
-        with self._captures(), _casts_of_its_own(), nothing_changes(self.model):
+        later = self._later()
+        with self._captures(), _casts_of_its_own(), nothing_changes(self.model), later.taking():
             losses, found = with_leaves(self.model, leaves, run)
-        used = [parameter for parameter, grad in zip(learning, found, strict=True) if grad is not None]
+            later.join()
+        used = [
+            parameter
+            for (parameter, leaf), grad in zip(learning.items(), found, strict=True)
+            if grad is not None or later.has_found(leaf)
+        ]
         return {name: loss.detach() for name, loss in losses.items()}, used
+
+    def _later(self) -> LaterGradients:
+        """Return what computes gradients beside the backward pass. Those that are handed on are left to autograd."""
+        leaves = [leaf for parameter, leaf in self.half.leaves.items() if parameter not in self.hooked]
+        return LaterGradients(leaves, self.memory.beside)
 
     def _ones_like(self, part: Tensor) -> Tensor:
         return torch.ones_like(part, device=self.memory.stream.device)
@@ -135,8 +147,9 @@ class GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs: list[Any] = []
-        with self._captures() as capture, _casts_of_its_own():
-            with_leaves(self.model, self.half.leaves, self._capture)
+        later = self._later()
+        with self._captures() as capture, _casts_of_its_own(), later.taking():
+            with_leaves(self.model, self.half.leaves, lambda: self._capture(later))
         self.tables = capture.tables
 
     def _captures(self) -> AbstractContextManager[Capture]:
@@ -146,7 +159,7 @@ class GraphedStep:
         self.graphs.append(torch.cuda.CUDAGraph())
         return self.memory.recording(self.graphs[-1])
 
-    def _capture(self) -> None:
+    def _capture(self, later: LaterGradients) -> None:
         with ExitStack() as recording:
 
             def assign(outputs: Any, _: Any) -> Any:
@@ -162,17 +175,27 @@ class GraphedStep:
             values = torch.stack(list(by_name.values()))
         with torch.autocast("cuda", enabled=False), self._recording():
             leaves = [self.half.leaves[parameter] for parameter in self.parameters]
-            gradients = torch.autograd.grad(values, leaves, self.grad_of_losses)
-            handed = set(self.handed_on)
-            triples = list(zip(self.parameters, self.block.views, gradients, strict=True))
-            added = [(view, new) for parameter, view, new in triples if parameter not in handed]
+            found = torch.autograd.grad(values, leaves, self.grad_of_losses, allow_unused=True)
+            later.join()
+            gradients = [
+                (parameter, view, gradient)
+                for parameter, view, gradient in zip(self.parameters, self.block.views, found, strict=True)
+                if gradient is not None
+            ]
+            added = [(view, new) for parameter, view, new in gradients if parameter not in self.hooked]
             halves = [(view, new) for view, new in added if new.dtype != view.dtype]
             widened = [torch.empty_like(view) for view, _ in halves]
             _copy(widened, [new for _, new in halves])
-            _add([view for view, _ in halves], widened)
             full = [(view, new) for view, new in added if new.dtype == view.dtype]
-            _add([view for view, _ in full], [new for _, new in full])
-            _copy(self.handed_gradients, [new for parameter, _, new in triples if parameter in handed])
+            beside = later.rounds(list(zip(leaves, self.block.views, strict=True)))
+            for pairs in (
+                [(view, new) for (view, _), new in zip(halves, widened, strict=True)],
+                full,
+                *beside,
+            ):
+                _add([view for view, _ in pairs], [new for _, new in pairs])
+            handed = [new for parameter, _, new in gradients if parameter in self.hooked]
+            _copy(self.handed_gradients, handed)
         self.values = values.detach()
 
     def __call__(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
@@ -386,6 +409,8 @@ def _alike(
     """Return pairs of lists that one kernel can serve: dense tensors of a dtype, and each other tensor by itself."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, value in zip(targets, values, strict=True):
+        if _strides_of(target) == _strides_of(value):
+            value = value.as_strided(value.shape, target.stride())
         is_dense = target.stride() == value.stride() and (
             target.is_contiguous() or target.is_contiguous(memory_format=torch.channels_last)
         )
@@ -394,3 +419,8 @@ def _alike(
         members.append(target)
         sources.append(value)
     return groups.values()
+
+
+def _strides_of(tensor: Tensor) -> list[int]:
+    """Return the strides between numbers. Dimensions of one number have none that means anything."""
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -8,6 +8,7 @@ from .autocast_linear import autocast_linear, suits_autocast_linear
 from .batch_norm_add_relu import batch_norm_add_relu
 from .dropout_add_layer_norm import dropout_add_layer_norm
 from .linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+from .parameter_gradients import parameter_gradients_go_to
 
 __all__ = [
     "autocast_linear",
@@ -15,6 +16,7 @@ __all__ = [
     "differentiable_once",
     "dropout_add_layer_norm",
     "linear_sum_assignment",
+    "parameter_gradients_go_to",
     "solves_assignments_on",
     "suits_autocast_linear",
 ]

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._declared import declared
 from .._registration import differentiable_once
 from ..tracing import is_traced
+from .parameter_gradients import parameter_gradients
 
 __all__ = ["autocast_linear", "suits_autocast_linear"]
 
@@ -45,21 +47,21 @@ def _is_trained_in_float32(parameter: Tensor, device: torch.device) -> bool:
     )
 
 
-@declared(input="floating [..., C]", weight="floating [D, C]", bias="floating [D]")
+@declared(input="floating [..., C]", weight="floating [D, C]", bias="None or floating [D]")
 def autocast_linear(
     input: Tensor,  # [..., C]
     weight: Tensor,  # [D, C]
-    bias: Tensor,  # [D]
+    bias: Tensor | None,  # [D]
     dtype: torch.dtype,
 ) -> Tensor:  # [..., D]
-    """Return ``torch.nn.functional.linear`` in this type, of float32 weight and bias.
+    """Return ``torch.nn.functional.linear`` in this type, with float32 gradients of weight and bias.
 
     Autocast rounds the gradients of weight and bias to 16 bits and then converts them, by a kernel each. Here, the
     products are written in float32. Differentiable once.
 
     Args:
         input: The rows, in float32 or in ``dtype``.
-        weight, bias: The parameters of the layer, in float32.
+        weight, bias: The parameters of the layer, in float32 or in ``dtype``. The bias may be None.
         dtype: The type of the output.
 
     Raises:
@@ -70,37 +72,55 @@ def autocast_linear(
 
 class _AutocastLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, weight, bias = input.to(dtype), weight.to(dtype), bias.to(dtype)
-        output = rows.new_empty(*input.shape[:-1], len(bias))
-        # Written into a tensor, a product takes no part in autocast, and the output is no view, which may be changed.
-        if rows.is_cuda:
-            torch.addmm(bias, _as_matrix(rows), weight.T, out=_as_matrix(output))
-        else:  # Products of bfloat16 on CPUs with AMX read beyond a row in torch 2.14.
-            exact = rows.new_empty(output.shape, dtype=torch.float32)
-            torch.addmm(bias.float(), _as_matrix(rows).float(), weight.float().T, out=_as_matrix(exact))
-            output.copy_(exact)
-        ctx.save_for_backward(rows, weight)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.parameters = weight, bias
         ctx.input_dtype = input.dtype
-        return output
+        rows, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(rows, weight)
+        with torch.autocast(rows.device.type, enabled=False):
+            if rows.is_cuda or dtype == torch.float32:
+                output = F.linear(rows, weight, bias)
+            else:  # Products of bfloat16 on CPUs with AMX read beyond a row in torch 2.14.
+                exact = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+                output = exact.to(dtype)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # A view could not be changed in place.
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        grad = _as_matrix(grad_output)
-        with torch.autocast(grad.device.type, enabled=False):
-            of_weight = _product(grad.T, _as_matrix(rows), torch.float32)
-            # torch's sum takes up to four times as long as this product.
-            of_bias = _product(grad.new_ones(1, len(grad)), grad, torch.float32)[0]
-            of_input = None
-            if ctx.needs_input_grad[0]:
+        grad, matrix = _as_matrix(grad_output), _as_matrix(rows)
+        parameters = [parameter for parameter in ctx.parameters if parameter is not None]
+
+        def of_parameters() -> list[Tensor]:
+            with torch.autocast(grad.device.type, enabled=False):
+                of_weight = _product(grad.T, matrix, torch.float32)
+                return [of_weight, _column_sums(grad)][: len(parameters)]
+
+        # Many rows would be held until the backward pass ends.
+        is_small = len(matrix) < _MIN_ROWS
+        found = parameter_gradients(parameters, of_parameters) if is_small else of_parameters()
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            with torch.autocast(grad.device.type, enabled=False):
                 of_input = _product(grad, weight, ctx.input_dtype).view(rows.shape)
-        return of_input, of_weight, of_bias, None
+        return of_input, found[0], found[1] if len(found) > 1 else None, None
 
 
 def _as_matrix(rows: Tensor) -> Tensor:
     return torch.atleast_2d(rows).flatten(0, -2)
+
+
+def _column_sums(matrix: Tensor) -> Tensor:
+    """Return the sums of the columns in float32.
+
+    torch's sum takes up to four times as long as this product, and begins with a memset, for which the branches of a
+    CUDA graph wait.
+    """
+    if matrix.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return matrix.sum(0)  # The product would be rounded.
+    return _product(matrix.new_ones(1, len(matrix)), matrix, torch.float32)[0]
 
 
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:

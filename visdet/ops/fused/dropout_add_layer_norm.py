@@ -10,6 +10,7 @@ from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
 from ._gpu_rows import has_kernel, packed
+from .parameter_gradients import parameter_gradients
 
 __all__ = ["dropout_add_layer_norm"]
 
@@ -122,6 +123,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     ) -> Tensor:
         output, saved = _normalise(input, residual, weight, bias, p, relu, eps)
         ctx.save_for_backward(*saved)
+        ctx.parameters = weight, bias
         ctx.options = p, relu
         return output
 
@@ -132,6 +134,6 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
             packed(grad_output), *saved, *ctx.options
         )
-        grad_weight, grad_bias = block_sums.sum(0).unbind()
+        grad_weight, grad_bias = parameter_gradients(ctx.parameters, lambda: block_sums.sum(0).unbind())
         has_residual = saved[1] is not None
         return grad_input, grad_residual if has_residual else None, grad_weight, grad_bias, None, None, None

@@ -1,0 +1,138 @@
+"""Gradients of parameters computed beside a backward pass, which does not wait for them."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from visdet.ops.fused import autocast_linear, parameter_gradients_go_to
+
+_Computation = tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]
+
+_MAX_ROWS = 8192  # of a linear layer; more rows would hold much memory until the backward pass ends
+_TOGETHER = 32  # so many computations begin together
+
+
+class LaterGradients(TorchFunctionMode):
+    """Computes the gradients of linear and normalising layers on streams beside the backward pass.
+
+    A backward pass needs the gradients of its activations at once, and those of parameters only at its end. In a graph
+    the latter become branches, whose small kernels run while others do not fill the GPU. The mode must be on in the
+    forward pass and in the backward pass.
+
+    Args:
+        leaves: the parameters, as leaf tensors. Others, and parts of them other than rows, are left to autograd.
+        streams: the streams beside. Without any, all is computed on the current stream when it is joined.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
+        super().__init__()
+        self._leaves = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+        self._streams = deque(streams)
+        self._busy: set[torch.cuda.Stream] = set()
+        self._origins: set[torch.cuda.Stream] = set()  # the streams that make what the waiting ones read
+        self._waiting: list[_Computation] = []
+        self._begun: list[
+            _Computation
+        ] = []  # keeps the memory that they read from being used for something else
+        self._found: list[tuple[Tensor, range, Tensor]] = []
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Run a block, forward pass or backward pass."""
+        with self, parameter_gradients_go_to(self._take):
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and torch.is_grad_enabled():
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_cast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if is_cast else input.dtype
+        parameters = [weight] if bias is None else [weight, bias]
+        is_served = all(part.dtype == dtype and self._rows_of(part) for part in parameters)
+        if not is_served or dtype == torch.float64 or not 0 < input.numel() < _MAX_ROWS * input.shape[-1]:
+            return F.linear(input, weight, bias)
+        return autocast_linear(input, weight, bias, dtype)
+
+    def _rows_of(self, parameter: Tensor) -> tuple[Tensor, range] | None:
+        """Return the leaf that a parameter is or that it is some rows of, and those rows."""
+        leaf = self._leaves.get(id(parameter))
+        if leaf is not None:
+            return leaf, range(len(leaf) if leaf.dim() else 1)
+        leaf = self._leaves.get(id(parameter._base))
+        if leaf is None or not leaf.is_contiguous() or not parameter.is_contiguous():
+            return None
+        if parameter.shape[1:] != leaf.shape[1:]:
+            return None
+        first = (parameter.storage_offset() - leaf.storage_offset()) // leaf.stride(0)
+        return leaf, range(first, first + len(parameter))
+
+    def _take(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> bool:
+        if not all(self._rows_of(parameter) for parameter in parameters):
+            return False
+        self._waiting.append((parameters, compute))
+        if self._streams:
+            self._origins.add(torch.cuda.current_stream())
+            if len(self._waiting) == _TOGETHER:
+                self._begin_on(self._streams[0])
+                self._streams.rotate()
+        return True
+
+    def _begin_on(self, stream: torch.cuda.Stream) -> None:
+        for origin in self._origins:
+            stream.wait_stream(origin)
+        with torch.cuda.stream(stream):
+            self._compute()
+        self._busy.add(stream)
+        self._origins.clear()
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        for parameters, compute in self._waiting:
+            for parameter, gradient in zip(parameters, compute(), strict=True):
+                if (place := self._rows_of(parameter)) is not None:
+                    self._found.append((*place, gradient))
+        self._begun += self._waiting
+        self._waiting = []
+
+    def join(self) -> None:
+        """Compute what is left, and let the current stream wait for all."""
+        for origin in self._origins - {torch.cuda.current_stream()} if self._origins else ():
+            torch.cuda.current_stream().wait_stream(origin)
+        self._compute()
+        for stream in self._busy:
+            torch.cuda.current_stream().wait_stream(stream)
+        self._busy.clear()
+
+    def has_found(self, leaf: Tensor) -> bool:
+        """Return whether a leaf, or rows of it, got a gradient."""
+        return any(found is leaf for found, _, _ in self._found)
+
+    def rounds(self, views: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return pairs of a place and a gradient to be added there. The places of a round do not overlap.
+
+        Args:
+            views: pairs of a leaf and the tensor in which its gradient belongs.
+        """
+        view_of = {id(leaf): view for leaf, view in views}
+        rounds: list[list[tuple[Tensor, Tensor]]] = []
+        taken: list[set[tuple[int, int]]] = []  # the leaf and the number of each row of a round
+        for leaf, rows, gradient in self._found:
+            places = {(id(leaf), row) for row in rows}
+            free = (number for number, others in enumerate(taken) if places.isdisjoint(others))
+            turn = next(free, len(taken))
+            if turn == len(taken):
+                taken.append(set())
+                rounds.append([])
+            taken[turn] |= places
+            view = view_of[id(leaf)]
+            rounds[turn].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
+        return rounds
