@@ -25,9 +25,9 @@ def test_the_second_function_runs_on_the_side_stream_after_all_work_before():
         product = x @ x @ x  # long enough that the side stream would read too early
         streams, values = zip(
             *in_parallel(
-                lambda: (torch.cuda.current_stream(), product + 1),
-                lambda: (torch.cuda.current_stream(), product + 2),
-                reads=product,
+                lambda product: (torch.cuda.current_stream(), product + 1),
+                lambda product: (torch.cuda.current_stream(), product + 2),
+                [product],
             ),
             strict=True,
         )
@@ -51,7 +51,9 @@ def test_a_graph_of_two_branches_gives_the_values_and_gradients_of_one():
     def step():
         features = x.sin().requires_grad_()
         results = in_parallel(
-            lambda: deep(features, layers[:3]), lambda: {"deep": deep(features, layers[3:])}, reads=features
+            lambda features: deep(features, layers[:3]),
+            lambda features: {"deep": deep(features, layers[3:])},
+            [features],
         )
         total = (results[0] * results[1]["deep"]).sum()
         return [total.detach(), *torch.autograd.grad(total, [features, *parameters])]

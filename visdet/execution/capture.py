@@ -1,7 +1,7 @@
 """What a CUDA graph needs of the code of a model while it is captured: a second stream, and tables that stay alive."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,12 +9,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .tensor_tree import tensors_of
+from .tensor_tree import map_tensors, tensors_of
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+# The fills (memset) of a graph run one after another even if they belong to different branches, so that a branch with
+# them would wait for the other one. The gradient of cuDNN's attention needs one, those of the others do not.
+_WITHOUT_MEMSET = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
 
 _MODES = torch._C._TorchDispatchModeKey
 _STAND_INS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)  # modes whose tensors have no numbers
@@ -51,7 +61,7 @@ def captures(side: torch.cuda.Stream, keeps_activations: bool = False) -> Iterat
         _current.reset(token)
 
 
-def in_parallel(first: Callable[[], A], second: Callable[[], B], reads: Any = ()) -> tuple[A, B]:
+def in_parallel(first: Callable[..., A], second: Callable[..., B], reads: Sequence[Any] = ()) -> tuple[A, B]:
     """Return the results of two functions that do not read each other's results.
 
     In a graph, the second one and its backward pass become a branch, so that the small kernels of both fill the GPU
@@ -60,17 +70,26 @@ def in_parallel(first: Callable[[], A], second: Callable[[], B], reads: Any = ()
 
     Args:
         first, second: the functions.
-        reads: the tensors, in lists, dicts or data classes, that the second function reads and that do not live longer
-            than both backward passes.
+        reads: their arguments, trees of tensors. All tensors belong to them that have gradients or that do not live
+            longer than both backward passes.
     """
+
+    # The gradients of the second function are added up on its stream, and reach the other one as a last step, since
+    # these nodes are older than those of both functions. Otherwise each of them would hold up the first one's backward.
+    def seen_by_second() -> Any:
+        return map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, reads)
+
     capture = _current.get()
     if capture is None:
-        return first(), second()
+        seen = seen_by_second()  # Sums in another order would be rounded in another way.
+        return first(*reads), second(*seen)
     main, side = torch.cuda.current_stream(), capture.side
     side.wait_stream(main)
-    result = first()
     with torch.cuda.stream(side):
-        side_result = second()
+        seen = seen_by_second()
+    result = first(*reads)
+    with torch.cuda.stream(side), sdpa_kernel(_WITHOUT_MEMSET, set_priority=True):
+        side_result = second(*seen)
     main.wait_stream(side)
     # The memory of a tensor goes back to the stream that it was made on. The other stream may not have read it by then.
     for tree, stream in ((reads, side), (side_result, main)):

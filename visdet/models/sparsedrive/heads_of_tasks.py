@@ -1,6 +1,6 @@
 """What heads of one task and of several share: the ground truth, costs and losses of each task are its criterion's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,12 +39,10 @@ class HeadOfTasks(BaseModule):
         Args:
             model_outs: the outputs of ``forward``. truth: the result of ``ground_truth``.
         """
-        outs = self.outputs_by_task(model_outs)
         calls = {
-            task: partial(criterion.pair_costs, outs[task], truth[task])
-            for task, criterion in self.criteria().items()
+            task: partial(_of_task, task, criterion.pair_costs) for task, criterion in self.criteria().items()
         }
-        return side_by_side(calls)
+        return side_by_side(calls, self.outputs_by_task(model_outs), truth)
 
     def losses(
         self,
@@ -61,26 +59,29 @@ class HeadOfTasks(BaseModule):
             truth: the result of ``ground_truth``. costs: the result of ``pair_costs``.
             assigned: the result of ``assigned_instances``.
         """
-        outs = self.outputs_by_task(model_outs)
         calls = {
-            task: partial(criterion.losses, outs[task], truth[task], costs[task], assigned[task])
-            for task, criterion in self.criteria().items()
+            task: partial(_of_task, task, criterion.losses) for task, criterion in self.criteria().items()
         }
         losses: dict[str, Tensor] = {}
-        for of_task in side_by_side(calls).values():
+        for of_task in side_by_side(calls, self.outputs_by_task(model_outs), truth, costs, assigned).values():
             losses |= of_task
         return losses
 
 
-def side_by_side(calls: Mapping[str, Any], reads: Any = ()) -> dict[str, Any]:
+def side_by_side(calls: Mapping[str, Any], *reads: Any) -> dict[str, Any]:
     """Return the results of one or two functions by their names; see :func:`in_parallel`.
 
     Args:
         calls: the functions, which do not read each other's results.
-        reads: the tensors that both read and that were made for this call.
+        reads: their arguments.
     """
     functions = list(calls.values())
     if len(functions) == 1:
-        return {name: call() for name, call in calls.items()}
+        return {name: call(*reads) for name, call in calls.items()}
     first, second = functions
     return dict(zip(calls, in_parallel(first, second, reads), strict=True))
+
+
+def _of_task(task: str, function: Callable[..., Any], *by_task: Mapping[str, Any]) -> Any:
+    """Return the result of a function for what belongs to one task."""
+    return function(*(part[task] for part in by_task))

@@ -141,12 +141,10 @@ class SparseDriveHead(HeadOfTasks):
         """
         state = self.enter(None, len(feature_maps[0]), None) if state is None else state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
-            queries = {"det": denoising}
-            calls = {
-                name: functools.partial(head, feature_maps, metas, state[name], queries.get(name))
-                for name, head in self._perception().items()
-            }
-            outputs = side_by_side(calls, feature_maps)
+            heads = self._perception()
+            calls = {name: functools.partial(self._head_of_task, name) for name in heads}
+            entered = {name: state[name] for name in heads}
+            outputs = side_by_side(calls, feature_maps, metas, entered, {"det": denoising})
         after = {name: state for name, (_, state) in outputs.items()}
         det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
@@ -161,6 +159,11 @@ class SparseDriveHead(HeadOfTasks):
                 self.det_head.instance_bank.anchor_handler,
             )
         return (det_output, map_output, motion_output, planning_output), after
+
+    def _head_of_task(
+        self, name: str, feature_maps: Any, metas: Any, state: Mapping[str, Any], queries: Mapping[str, Any]
+    ) -> Any:
+        return self._perception()[name](feature_maps, metas, state[name], queries.get(name))
 
     def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the instances of each task, and for ``motion`` the future steps [B, N, T, 2] and their masks."""
