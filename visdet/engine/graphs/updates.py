@@ -168,14 +168,19 @@ def key_of(wrapper: OptimWrapper) -> Hashable:
 
 @contextmanager
 def rates_on_device(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Run the block with learning rates and counts of steps on the device, as a graph needs them."""
+    """Run the block with learning rates and counts of steps on the device, as a graph needs them.
+
+    The parameters are in the order of their sizes, because torch's kernels for many tensors take some dozens at a time:
+    a large one among small ones would be left to a part of the GPU.
+    """
     groups = optimizer.param_groups
-    before = [{name: group.get(name) for name in ("lr", "capturable", "fused")} for group in groups]
+    before = [{name: group.get(name) for name in ("lr", "capturable", "fused", "params")} for group in groups]
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(rates[0].device)
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
+        group["params"] = sorted(group["params"], key=Tensor.numel)
         # SGD has no other implementation that reads the rate on the device.
         group.update({"fused": True} if isinstance(optimizer, SGD) else {"capturable": True})
     try:
