@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from visdet.models.layers.twice_as_large import add_twice_as_large
 from visdet.models.necks import FPN, ChannelMapper
 
 
@@ -40,3 +41,36 @@ def test_repeated_values_keep_their_type_under_autocast(mode, monkeypatch):
     assert outs[0].dtype is torch.bfloat16
     neck([torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)])
     assert casts == [mode != "nearest", False]
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_a_map_is_added_to_one_twice_as_large(layout, device):
+    torch.manual_seed(0)
+    finer, coarser = (
+        torch.randn(2, 4, *size).to(device, memory_format=layout).requires_grad_()
+        for size in ((6, 10), (3, 5))
+    )
+    total = add_twice_as_large(finer, coarser)
+    expected = finer + F.interpolate(coarser, (6, 10), mode="nearest")
+    assert torch.equal(total, expected) and total.is_contiguous(memory_format=layout)
+    grad = torch.randn_like(total)
+    found, true = (torch.autograd.grad(one, (finer, coarser), grad) for one in (total, expected))
+    torch.testing.assert_close(found, true)
+
+
+@pytest.mark.cuda
+def test_training_under_autocast_on_a_gpu_gives_the_maps_and_gradients_of_a_cpu():
+    torch.manual_seed(0)
+    neck = FPN([4, 8], 16, num_outs=2)
+    maps = [torch.randn(2, 4, 80, 96), torch.randn(2, 8, 40, 48)]
+    results = []
+    for device, layout in (("cpu", torch.contiguous_format), ("cuda", torch.channels_last)):
+        neck = neck.to(device, memory_format=layout)
+        inputs = [level.to(device, memory_format=layout).requires_grad_() for level in maps]
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            outs = neck(tuple(inputs))
+        wanted = [*inputs, *neck.parameters()]
+        grads = torch.autograd.grad([out.float().square().mean() for out in outs], wanted)
+        results.append([one.detach().float().cpu() for one in (*outs, *grads)])
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()

@@ -14,6 +14,7 @@ from visdet.registry import MODELS
 
 from .layers.as_if_unpadded import Padding
 from .layers.conv_module import ConvModule
+from .layers.twice_as_large import add_twice_as_large
 
 _RELU = {"type": "ReLU"}
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
@@ -176,8 +177,7 @@ class FPN(BaseModule):
             conv(level) for conv, level in zip(self.lateral_convs, inputs[self.start_level :], strict=True)
         ]
         for i in range(len(laterals) - 1, 0, -1):
-            size = laterals[i - 1].shape[-2:]
-            laterals[i - 1] = laterals[i - 1] + self._enlarged(laterals[i], size)
+            laterals[i - 1] = self._added(laterals[i - 1], laterals[i])
         outs = [conv(level) for conv, level in zip(self.fpn_convs, laterals, strict=False)]
         if not self.add_extra_convs:
             for _ in range(self.num_extra):
@@ -191,8 +191,12 @@ class FPN(BaseModule):
             source = outs[-1]
         return tuple(outs)
 
-    def _enlarged(self, level: Tensor, size: torch.Size) -> Tensor:
-        """Return a map in another size. Autocast would do it in float32, though repeated values need no precision."""
-        device, repeats = level.device.type, self.upsample_cfg.get("mode") == "nearest"
+    def _added(self, finer: Tensor, coarser: Tensor) -> Tensor:
+        """Return a map plus another one in its size. Autocast would repeat its values in float32."""
+        size, repeats = finer.shape[-2:], self.upsample_cfg == _NEAREST
+        is_half = size == (2 * coarser.shape[-2], 2 * coarser.shape[-1])
+        if repeats and is_half and finer.is_cuda and torch.is_grad_enabled():
+            return add_twice_as_large(finer, coarser)
+        device = finer.device.type
         with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not repeats):
-            return F.interpolate(level, size, **self.upsample_cfg)
+            return finer + F.interpolate(coarser, size, **self.upsample_cfg)

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from mmengine.model import BaseModule, constant_init, initialize, kaiming_init
 from torch import Tensor, nn
 
@@ -9,7 +10,9 @@ from visdet.registry import MODELS
 
 from .as_if_unpadded import Padding
 from .builders import build_activation_layer
+from .linear import linear
 from .normalization import build_norm_layer, norm_abbreviation
+from .plain import is_plain
 
 _RELU = {"type": "ReLU"}
 
@@ -81,10 +84,23 @@ class ConvModule(BaseModule):
 
     def forward(self, x: Tensor, padding: Padding | None = None) -> Tensor:
         """Return [B, out_channels, H', W'] from x [B, in_channels, H, W], of images that may have a ``padding``."""
-        x = self.conv(x if padding is None else padding.before(self.conv, x))
+        x = self._convolved(x if padding is None else padding.before(self.conv, x))
         if self.norm_name is not None:
             norm = getattr(self, self.norm_name)
             x = padding.group_norm(norm, x) if padding and isinstance(norm, nn.GroupNorm) else norm(x)
         if self.activate is not None:
             x = self.activate(x)
         return x
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        """Return ``conv(x)``. In training on a GPU, a product adds the bias of a 1x1 convolution as it writes."""
+        conv = self.conv
+        is_linear = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
+        trains_on_gpu = x.is_cuda and torch.is_grad_enabled() and is_plain(conv, nn.Conv2d)
+        if (
+            conv.bias is None
+            or not (is_linear and trains_on_gpu)
+            or not x.is_contiguous(memory_format=torch.channels_last)
+        ):
+            return conv(x)
+        return linear(x.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)

@@ -1,9 +1,17 @@
 """The linear layer of attention modules and feed-forward blocks."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visdet.ops.fused import autocast_linear, suits_autocast_linear
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``input @ weight.T + bias``, [..., D], of [..., C], [D, C] and [D]; see ``Linear``."""
+    if suits_autocast_linear(input, weight, bias) and bias is not None:
+        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+    return F.linear(input, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -15,6 +23,4 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, [..., out_features]."""
-        if suits_autocast_linear(input, self.weight, self.bias):
-            return autocast_linear(input, self.weight, self.bias, torch.get_autocast_dtype("cuda"))
-        return super().forward(input)
+        return linear(input, self.weight, self.bias)
