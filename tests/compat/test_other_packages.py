@@ -3,12 +3,11 @@
 import copy
 import functools
 import importlib
-import importlib.util
-import os
 import sys
 
 import pytest
 import torch
+from peers import peer
 
 from visdet import compat
 from visdet.compat import _bridge
@@ -67,18 +66,9 @@ def layer_of(name, coordinates):
     return make(importlib.import_module(module)), lambda layer: call(layer, *given)
 
 
-# Under `make check-packages` all of them must be there.
-CHECKED = [
-    name
-    for name in PACKAGES
-    if os.environ.get("VISDET_CHECK") == "check-packages" or importlib.util.find_spec(name) is not None
-]
-if not CHECKED:
-    pytest.skip(f"none of {', '.join(PACKAGES)} is installed: make check-packages", allow_module_level=True)
-
-
-@pytest.fixture(params=CHECKED)
+@pytest.fixture(params=PACKAGES)
 def bridge(request):
+    peer(request.param, request.param, "check-packages")
     found = compat.find(request.param)
     yield found
     found.uninstall()
@@ -165,8 +155,7 @@ def test_another_computation_is_reported_and_left_alone(bridge, monkeypatch):
 
 
 def test_rfdetr_in_export_mode_keeps_its_path():
-    if "rfdetr" not in CHECKED:
-        pytest.skip("rfdetr is not installed: make check-packages")
+    peer("rfdetr", "rfdetr", "check-packages")
     bridge = compat.find("rfdetr")
     layer, call = layer_of("rfdetr", 4)
     exported = copy.deepcopy(layer)
@@ -177,8 +166,7 @@ def test_rfdetr_in_export_mode_keeps_its_path():
 
 
 def test_libreyolo_names_the_kernel():
-    if "libreyolo" not in CHECKED:
-        pytest.skip("libreyolo is not installed: make check-packages")
+    peer("libreyolo", "libreyolo", "check-packages")
     kernels = importlib.import_module("libreyolo.kernels")
     kernels.resolve("ms_deform_attn")
     with compat.find("libreyolo").installed():

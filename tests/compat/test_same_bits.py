@@ -41,7 +41,6 @@ def ultralytics_rt_detr():
 def rf_detr():
     from rfdetr.config import RFDETRSmallConfig, TrainConfig
     from rfdetr.models import build_criterion_from_config, build_model_from_config
-    from rfdetr.utilities.tensors import NestedTensor
 
     sizes = dict(
         resolution=SIZE, dec_layers=2, num_queries=12, num_select=12, group_detr=2, num_classes=CLASSES
@@ -53,9 +52,8 @@ def rf_detr():
     batch = {"images": images, "targets": [{"boxes": boxes, "labels": labels}] * len(images)}
 
     def loss_of(batch):
-        images, targets = batch["images"], batch["targets"]
-        padding = torch.zeros_like(images[:, 0], dtype=torch.bool)
-        losses = criterion(model(NestedTensor(images, padding), targets), targets)
+        targets = batch["targets"]
+        losses = criterion(model(batch["images"], targets), targets)
         return sum(weight * losses[key] for key, weight in criterion.weight_dict.items() if key in losses)
 
     return model, batch, loss_of
