@@ -37,9 +37,8 @@ class LaterGradients(TorchFunctionMode):
         self._busy: set[torch.cuda.Stream] = set()
         self._origins: set[torch.cuda.Stream] = set()  # the streams that make what the waiting ones read
         self._waiting: list[_Computation] = []
-        self._begun: list[
-            _Computation
-        ] = []  # keeps the memory that they read from being used for something else
+        # It keeps the memory that they read from being used for something else.
+        self._begun: list[_Computation] = []
         self._found: list[tuple[Tensor, range, Tensor]] = []
 
     @contextmanager
@@ -124,15 +123,19 @@ class LaterGradients(TorchFunctionMode):
         """
         view_of = {id(leaf): view for leaf, view in views}
         rounds: list[list[tuple[Tensor, Tensor]]] = []
-        taken: list[set[tuple[int, int]]] = []  # the leaf and the number of each row of a round
+        taken: list[dict[int, list[range]]] = []  # the rows of each leaf in each round
         for leaf, rows, gradient in self._found:
-            places = {(id(leaf), row) for row in rows}
-            free = (number for number, others in enumerate(taken) if places.isdisjoint(others))
-            turn = next(free, len(taken))
+            turn = 0
+            while turn < len(taken) and _overlaps(rows, taken[turn].get(id(leaf), ())):
+                turn += 1
             if turn == len(taken):
-                taken.append(set())
+                taken.append({})
                 rounds.append([])
-            taken[turn] |= places
+            taken[turn].setdefault(id(leaf), []).append(rows)
             view = view_of[id(leaf)]
             rounds[turn].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
         return rounds
+
+
+def _overlaps(rows: range, others: Sequence[range]) -> bool:
+    return any(rows.start < other.stop and other.start < rows.stop for other in others)
