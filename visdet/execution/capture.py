@@ -9,22 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from .tensor_tree import map_tensors, tensors_of
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-# The fills (memset) of a graph run one after another even if they belong to different branches, so that a branch with
-# them would wait for the other one. The gradient of cuDNN's attention needs one, those of the others do not.
-_WITHOUT_MEMSET = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
 
 _MODES = torch._C._TorchDispatchModeKey
 _STAND_INS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)  # modes whose tensors have no numbers
@@ -90,7 +80,7 @@ def in_parallel(first: Callable[..., A], second: Callable[..., B], reads: Sequen
     with torch.cuda.stream(side):
         seen = seen_by_second()
     result = first(*reads)
-    with torch.cuda.stream(side), sdpa_kernel(_WITHOUT_MEMSET, set_priority=True):
+    with torch.cuda.stream(side):
         side_result = second(*seen)
     main.wait_stream(side)
     # The memory of a tensor goes back to the stream that it was made on. The other stream may not have read it by then.
