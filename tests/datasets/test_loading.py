@@ -15,6 +15,7 @@ from visdet.datasets.transforms import (
     LoadImageFromFile,
     LoadMultiViewImageFromFiles,
 )
+from visdet.engine.inference.given_images import each_image
 from visdet.files import images
 from visdet.files.images import extra_frames, open_image, sizes_of
 
@@ -65,6 +66,24 @@ def test_sixteen_bits_keep_the_upper_byte(tmp_path):
         load(tmp_path / "float.tif")
 
 
+@pytest.mark.parametrize(("highest", "is_said"), [(0, False), (4080, True), (4096, False)])
+def test_sixteen_bits_that_leave_a_picture_nearly_black_are_said_once(
+    tmp_path, monkeypatch, highest, is_said
+):
+    said = []
+    monkeypatch.setattr(images, "print_log", lambda message, **options: said.append(message))
+    monkeypatch.setattr(images, "_HAVE_SAID", set())
+    values = np.full((6, 9), highest, np.uint16)
+    Image.fromarray(values).save(tmp_path / "grey.png")
+    for _ in range(2):
+        load(tmp_path / "grey.png")
+        next(each_image(values))
+    assert [message.split(" is nearly")[0] for message in said] == is_said * [
+        f"LoadImageFromFile: image {tmp_path / 'grey.png'}",
+        "infer: image images",
+    ]
+
+
 @pytest.mark.parametrize("suffix", [".png", ".tif", ".webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_orientation_of_a_file(tmp_path, orientation, suffix):
@@ -92,7 +111,7 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
 def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(images, "print_log", lambda message, **options: said.append(message))
-    monkeypatch.setattr(images, "_HAVE_SAID_FRAMES", set())
+    monkeypatch.setattr(images, "_HAVE_SAID", set())
     frames = [Image.new("RGB", (9, 6), colour) for colour in ("red", "lime", "blue")]
     for name in ("a.tif", "b.gif", "c.png", "d.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
+import numpy as np
 from mmengine.logging import print_log
 from PIL import ExifTags, Image, UnidentifiedImageError
 
@@ -24,6 +25,7 @@ __all__ = [
     "say_extra_frames",
     "sizes_of",
     "turned",
+    "upper_bytes",
 ]
 
 MAX_PIXELS = 2**30  # OpenCV's own limit
@@ -32,7 +34,9 @@ PICTURE_SUFFIXES = {
     *(".avif", ".ppm", ".pgm", ".pbm"),
 }
 _PILLOW_LIMIT = threading.Lock()
-_HAVE_SAID_FRAMES: set[str] = set()  # the readers that have said in this process what they leave out
+_BITS_OF_CAMERAS = 12  # Sensors with as many often fill the lower bits of 16.
+# The readers, and what each has said of a first file in this process.
+_HAVE_SAID: set[tuple[str, str]] = set()
 # How a raster is turned to be shown, by its orientation. The turns of 6 and 8 undo each other, all others themselves.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -146,14 +150,28 @@ def extra_frames(image: Image.Image) -> int:
 def say_extra_frames(reader: str, path: str, image: Image.Image) -> None:
     """Say of the first file with further pages or frames that a reader leaves them out."""
     number = extra_frames(image)
-    if number and reader not in _HAVE_SAID_FRAMES:
-        _HAVE_SAID_FRAMES.add(reader)
-        print_log(
-            f"{reader}: image {path} holds {number + 1} pages or frames, of which the first is read. "
-            "No other such file is named",
-            logger="current",
-            level=logging.WARNING,
+    if number:
+        said = f"image {path} holds {number + 1} pages or frames, of which the first is read"
+        _say_of_first(reader, "frames", said)
+
+
+def upper_bytes(values: np.ndarray, reader: str, path: str) -> np.ndarray:
+    """Return the upper bytes of 16-bit values as uint8, and say of the first image that they leave nearly black."""
+    highest = values.max(initial=0)
+    if 0 < highest < 1 << _BITS_OF_CAMERAS:
+        said = (
+            f"image {path} is nearly black: its 16-bit values end at {highest}, and only their upper bytes are read. "
+            "If they have fewer bits, convert the file to 8 bits"
         )
+        _say_of_first(reader, "upper bytes", said)
+    return (values >> 8).astype(np.uint8)
+
+
+def _say_of_first(reader: str, kind: str, message: str) -> None:
+    if (reader, kind) not in _HAVE_SAID:
+        _HAVE_SAID.add((reader, kind))
+        text = f"{reader}: {message}. No other such file is named"
+        print_log(text, logger="current", level=logging.WARNING)
 
 
 def check_no_pipe(path: str | os.PathLike, what: str) -> None:

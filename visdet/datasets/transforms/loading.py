@@ -10,7 +10,15 @@ from PIL import Image
 
 from visdet.checks.arguments import Positive, also_takes
 from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import MAX_PIXELS, check_no_pipe, open_image, say_extra_frames, sizes_of, turned
+from visdet.files.images import (
+    MAX_PIXELS,
+    check_no_pipe,
+    open_image,
+    say_extra_frames,
+    sizes_of,
+    turned,
+    upper_bytes,
+)
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
@@ -23,10 +31,11 @@ __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 class LoadImageFromFile(BaseTransform):
     """Reads ``img_path`` into ``img`` (uint8 [3, H, W]) and sets ``img_shape`` and ``ori_shape``.
 
-    Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte. The first of
-    several pages or frames is read. The orientation that EXIF data or TIFF tags give is applied, as in viewers. If only
-    the stored orientation has the height and width of the annotation file, the stored orientation is kept, because the
-    boxes were drawn on it. If the results hold ``rgb`` (uint8 [H, W, 3]), that is taken instead of a file.
+    Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte, with a
+    warning if it leaves them nearly black. The first of several pages or frames is read. The orientation that EXIF data
+    or TIFF tags give is applied, as in viewers. If only the stored orientation has the height and width of the
+    annotation file, the stored orientation is kept, because the boxes were drawn on it. If the results hold ``rgb``
+    (uint8 [H, W, 3]), that is taken instead of a file.
 
     Args:
         to_float32: give float32 values in 0..255.
@@ -90,7 +99,7 @@ class LoadImageFromFile(BaseTransform):
             content = fileio.get(path, backend_args=self.backend_args)
         with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as image:
             say_extra_frames("LoadImageFromFile", path, image)
-            rgb = self.rgb_of(image, expected_shape)
+            rgb = self.rgb_of(image, path, expected_shape)
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
             raise InvalidInputError(
                 f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
@@ -98,19 +107,20 @@ class LoadImageFromFile(BaseTransform):
             )
         return rgb
 
-    def rgb_of(self, image: Image.Image, expected_shape: tuple = (None, None)) -> np.ndarray:
+    def rgb_of(self, image: Image.Image, path: str, expected_shape: tuple = (None, None)) -> np.ndarray:
         """Return the RGB values of an image of Pillow, uint8 [H, W, 3], turned as its EXIF data say.
 
         Args:
             image: the image, whose pixels are not decoded yet if it comes from a file.
+            path: its file, or another name of it.
             expected_shape: the (height, width) of the annotation file, if it is known.
         """
         shown_size, stored_size = sizes_of(image)
         is_of_stored = shown_size[::-1] != expected_shape == stored_size[::-1]
-        return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored))
+        return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored), path)
 
 
-def _to_rgb(image: Image.Image) -> np.ndarray:
+def _to_rgb(image: Image.Image, path: str) -> np.ndarray:
     """Return the RGB values of an image of any mode, uint8 [H, W, 3]."""
     if image.mode.startswith(("I", "F")):
         values = np.asarray(image)
@@ -118,7 +128,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
             raise ValueError(
                 f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
             )
-        upper_byte = (values.astype(np.uint16) >> 8).astype(np.uint8)
+        upper_byte = upper_bytes(values.astype(np.uint16), "LoadImageFromFile", path)
         return np.repeat(upper_byte[..., None], 3, axis=2)
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError
-from visdet.files.images import open_image
+from visdet.files.images import open_image, upper_bytes
 
 from ..process.console import say
 from .image_files import find_images, is_stream, is_video, local_path
@@ -114,7 +114,7 @@ def _rgb_of_picture(picture: Image.Image, name: str) -> np.ndarray:
 
     read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
     try:
-        rgb = read.rgb_of(picture)
+        rgb = read.rgb_of(picture, name)
     except (OSError, SyntaxError, ValueError) as error:
         raise InvalidInputError(f"{name}: cannot read {picture!r}: {error}") from error
     if 0 in rgb.shape:
@@ -173,7 +173,7 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
     if kind not in "uif":
         raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {dtype}")
     if kind == "u" and dtype.itemsize == 2:  # in either order of the bytes
-        return (image >> 8).astype(np.uint8)
+        return upper_bytes(image, "infer", name)
     low, high = image.min(), image.max()
     is_float = kind == "f"
     # Resizing and conversions leave rounding errors.
