@@ -59,7 +59,8 @@ def matched_by_name(
         weights: the weights of the checkpoint.
         trained, wanted: the classes of the checkpoint and of the run.
         source: the path or the address of the checkpoint, for messages.
-        strict: whether to refuse classes that the checkpoint does not know. Otherwise, their rows begin anew.
+        strict: whether to refuse classes that the checkpoint does not know. Otherwise, their rows begin anew, and
+            weights of which all rows would are left out, so that they do not count as loaded.
 
     Raises:
         CheckpointError: ``strict`` is True and the checkpoint does not know a class, or the model does not declare
@@ -96,7 +97,10 @@ def matched_by_name(
         )
         expected = model.state_dict()
         for key in keys:
-            result[key] = _rows_by_name(weights[key], known, names, expected[key])
+            if len(new) == len(names):
+                del result[key]
+            else:
+                result[key] = _rows_by_name(weights[key], known, names, expected[key])
     return result
 
 
