@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -18,6 +19,7 @@ from visdet import init_detector
 from visdet.export import ExportError, from_config, run
 from visdet.export.families.pictures import Steps, resampled
 from visdet.export.from_config import export_config
+from visdet.export.usage import write_usage
 
 LOAD, PACK = {"type": "LoadImageFromFile"}, {"type": "PackDetInputs"}
 RESIZE = {"type": "Resize", "scale": (96, 64), "keep_ratio": True}
@@ -71,7 +73,7 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
     described["score_thresholds"] = [0.0] * len(described["classes"])
     (tmp_path / "model.json").write_text(json.dumps(described))
     program = (tmp_path / "infer.py").read_text()
-    assert len(program.splitlines()) <= 30
+    assert len(program.splitlines()) <= 40
     out, _ = run_python(tmp_path / "infer.py", *pictures)
     lines = [line.split() for line in out.splitlines()]
     detector = with_images_within(init_detector(*trained), 160)
@@ -81,6 +83,34 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
         np.testing.assert_allclose(found[:, 0], expected.scores, atol=1e-3)
         distance = np.abs(found[:, None, 1:] - expected.boxes.numpy()).max(-1)
         assert distance.min(0).max() < 0.05
+
+
+_RUNTIME = """
+class InferenceSession:
+    def __init__(self, *arguments, **options): pass
+    def run(self, names, inputs): return [[[[0, 0, 1, 1]]], [[inputs["picture"].max() / 255]], [[0]]]
+"""
+
+
+def test_what_a_program_cannot_read(tmp_path):
+    description = {"format": "onnx", "inputs": ["picture"], "classes": ["bolt"], "score_thresholds": [0.1]}
+    described = {**description, "model": "DINO", "precision": "float32", "options": {}}
+    write_usage(described, tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    (tmp_path / "onnxruntime.py").write_text(_RUNTIME)
+    values = np.full((4, 5), 65535)
+    for name, kind in {"deep.png": np.uint16, "wide.tif": np.int32, "float.tif": np.float32}.items():
+        Image.fromarray((values + (kind != np.uint16)).astype(kind)).save(tmp_path / name)
+    program = partial(run_python, "infer.py", cwd=tmp_path)
+    assert program("deep.png")[0] == "deep.png bolt 1.0000 0.00 0.00 1.00 1.00\n"
+    assert program("--help")[0].startswith("usage: infer.py [-h] PICTURE")
+    for name, said in {
+        "missing.png": "missing.png cannot be read: ",
+        "model.json": "model.json cannot be read: ",
+        "float.tif": "float.tif must have 8 or 16 bits: its values of mode F",
+        "wide.tif": "wide.tif must have 8 or 16 bits: its values of mode I",
+    }.items():
+        assert program(name, status=1)[1].startswith(said)
 
 
 def with_images_within(detector, side):

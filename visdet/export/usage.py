@@ -28,6 +28,7 @@ _LOADING = {
 }
 _PROGRAM = '''"""Print the objects in pictures, with their boxes in pixels: python infer.py PICTURE ..."""
 
+import argparse
 import json
 import pathlib
 import sys
@@ -36,15 +37,24 @@ import numpy as np
 {imports}
 from PIL import Image, ImageOps
 
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("pictures", nargs="+", metavar="PICTURE")
+pictures = parser.parse_args().pictures
 folder = pathlib.Path(__file__).parent
 about = json.loads((folder / "model.json").read_text())
 {loading}
 
 
-for path in sys.argv[1:]:
-    image = ImageOps.exif_transpose(Image.open(path))
-    if image.mode.startswith("I"):  # The upper 8 of 16 bits count.
-        image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
+for path in pictures:
+    try:
+        image = ImageOps.exif_transpose(Image.open(path))
+    except OSError as error:
+        sys.exit(f"{{path}} cannot be read: {{error}}")
+    if image.mode.startswith(("I", "F")):  # The upper 8 of 16 bits count.
+        values = np.array(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            sys.exit(f"{{path}} must have 8 or 16 bits: its values of mode {{image.mode}} do not fit 16 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
     boxes, scores, labels = (np.asarray(output)[0] for output in run(np.array(image.convert("RGB"))))
     for box, score, label in zip(boxes, scores, labels):
         if score >= about["score_thresholds"][label]:
