@@ -1,7 +1,8 @@
 """Checks of the metrics of a run: hooks and schedules wait for those that there are, and they stay apart."""
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,6 +49,13 @@ def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
     for schedule in schedules_of(runner.cfg.get("param_scheduler")):
         if "ReduceOnPlateau" in str(schedule.get("type")):
             yield f"param_scheduler: monitor of {schedule['type']}", schedule.get("monitor", "loss")
+
+
+def undefined_metrics(values: Mapping[str, Any], metrics: Sequence[Any]) -> set[str]:
+    """Return the names of the values that are NaN, or the number by which a metric says ``undefined``."""
+    of_metrics = [metric.undefined for metric in metrics if hasattr(metric, "undefined")]
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return {name for name, value in numbers.items() if value in of_metrics or math.isnan(value)}
 
 
 def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:

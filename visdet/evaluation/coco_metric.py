@@ -76,6 +76,7 @@ class CocoMetric(BaseMetric):
     """
 
     default_prefix = "coco"
+    undefined: ClassVar[float] = -1.0  # COCO's value without ground truth
     box_dim: ClassVar[int] = 4
     item_prefix: ClassVar[str] = "bbox_"
     class_metrics: ClassVar[Sequence[str]] = ("bbox_mAP/*", "*_precision")

@@ -8,12 +8,14 @@ from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 from torch import nn
 
+from visdet.errors import listed
 from visdet.registry import HOOKS
 
 from ..checkpoints.checkpoint import add_thresholds
 from ..checkpoints.newest import name_newest
 from ..checkpoints.score_thresholds import thresholds_of
 from ..errors import ConfigError
+from ..monitored_metrics import undefined_metrics
 from ..process.places import check_free_space, check_work_dir
 
 
@@ -84,7 +86,10 @@ class CheckpointHook(_CheckpointHook):
             self.file_backend.remove_outdated(named)
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration."""
+        """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration.
+
+        A metric that the validation does not define, such as an AP without true boxes, chooses no best checkpoint.
+        """
         super().after_val_epoch(runner, metrics)
         is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
         thresholds = thresholds_of(runner.val_evaluator.metrics) if is_of_now else {}
@@ -101,8 +106,14 @@ class CheckpointHook(_CheckpointHook):
                 f"save_best of the checkpoint hook: validation returned no metric "
                 f"{missing[0] if missing else 'at all'}; there are {', '.join(metrics) or 'none'}"
             )
-        super()._save_best_checkpoint(runner, metrics)
+        undefined = undefined_metrics(metrics, runner.val_evaluator.metrics)
+        super()._save_best_checkpoint(runner, metrics | dict.fromkeys(undefined))
         self._end_saving(runner)
+        if names := [name for name in self.key_indicators if name in undefined]:
+            runner.logger.warning(
+                f"no best checkpoint is chosen by {listed(names)}, which this validation does not define: its data "
+                "have no ground truth for it"
+            )
 
     def after_train(self, runner: Any) -> None:
         """Publish the last checkpoint and the best ones, but none of another folder, which may have been moved."""
