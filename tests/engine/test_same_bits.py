@@ -69,8 +69,12 @@ def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
     assert re.search(r"^iter_\d+\.pth: first difference in state_dict\.", said, re.M)
     for path in runs[1].glob("*.pth"):
         path.unlink()
+    for log in runs[1].glob("*/vis_data/scalars.json"):
+        log.write_text('{"loss": 1.0, "step": 99}\n')
     assert compare(*runs) == 1
-    assert re.search(r"is a folder; give one of its files: best\.pth, iter_10\.pth", capsys.readouterr().err)
+    said = capsys.readouterr()
+    assert said.out == "logs: no step in common\n"
+    assert re.search(r"no checkpoint has the same name .* has iter_10\.pth.*second has none", said.err)
 
 
 @MODELS.register_module()

@@ -25,19 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit status."""
     from visdet.engine import read_checkpoint, read_scalars, say
+    from visdet.errors import InvalidInputError, listed
 
     first, second = args.runs
     pairs, found = [(first, second)], None
     if first.is_dir():
-        names = _checkpoints(first) & _checkpoints(second)
-        in_order = sorted(sorted(names), key=len)  # iter_9.pth, iter_10.pth
-        # Without a file of the same name, it is said that a folder is no checkpoint, and which ones it has.
-        pairs = [(first / name, second / name) for name in in_order] or pairs
         curves = read_scalars(first)
         others = read_scalars(second)
         numbers = _numbers(curves, others)
         found = parting(numbers, _numbers(others, curves))
-        say(f"logs, {len(numbers)} numbers: {found or 'equal'}")
+        say(f"logs, {len(numbers)} numbers: {found or 'equal'}" if numbers else "logs: no step in common")
+        names, other_names = _checkpoints(first), _checkpoints(second)
+        in_order = sorted(sorted(names & other_names), key=len)  # iter_9.pth, iter_10.pth
+        pairs = [(first / name, second / name) for name in in_order]
+        if not pairs:
+            raise InvalidInputError(
+                f"no checkpoint has the same name in both runs: {first} has {listed(sorted(names)) or 'none'}, and "
+                f"{second} has {listed(sorted(other_names)) or 'none'}"
+            )
     for one, other in pairs:
         difference = parting(state_of(read_checkpoint(one)), state_of(read_checkpoint(other)))
         say(f"{one.name}: {difference or 'equal'}")
