@@ -73,7 +73,7 @@ def here(tmp_path, monkeypatch):
 def test_a_folder_is_trained_on_without_a_config(here, capsys):
     result = visdet.train("small.py", data=yolo(here / "mine"), iters=2, batch_size=2, lr=1e-3, seed=3)
     said = capsys.readouterr().out
-    assert "mine has no validation part: 2 of its images are drawn at random" in said
+    assert "images that are drawn at random for validation" in said.replace("\n", " ")
     assert result.work_dir == str(here / "work_dirs/mine")
     short = Path("work_dirs/mine/data/mine.py").read_text()
     assert len(short.splitlines()) < 15 and all(line in said for line in short.splitlines())
@@ -115,7 +115,7 @@ def test_the_parts_of_a_folder_are_kept_and_epochs_are_counted(here, capsys):
     visdet.train("small.py", data=coco(here / "mine"), epochs=2, batch_size=3, work_dir="run")
     said = capsys.readouterr().out
     assert "data: 4 images for train, 2 images for val, 3 images for test" in said.replace("\n", " ")
-    assert "no validation part" not in said
+    assert "at random" not in said
     cfg, _ = load_config("run/last.pth")
     assert cfg.train_cfg.max_iters == 2 * 2
     assert cfg.test_dataloader.dataset.ann_file.endswith("run/data/test.json")
@@ -159,7 +159,13 @@ def test_near_names_of_other_programs_are_answered(option, hint, capsys):
     assert f"for {option} write {hint}" in capsys.readouterr().err
 
 
-def test_a_folder_with_test_images_alone_is_refused(here):
+def test_one_image_and_test_images_alone_are_refused(here):
+    Image.new("RGB", (64, 48)).save(here / "0.png")
+    (here / "0.csv").write_text("image,label,x1,y1,x2,y2\n0.png,bolt,1,2,30,40\n")
+    with pytest.raises(
+        UserError, match="its images are for train, and one for training and one for validation"
+    ):
+        config_for(here, _base_of("dino-small"), here / "run")
     folder = coco(here / "mine")
     for split in ("train", "valid"):
         (folder / split / "_annotations.coco.json").unlink()

@@ -164,13 +164,11 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
     file = folder / "data" / f"{root.name}.py"  # The run writes the whole config beside the checkpoints.
     if is_main_process():
         check_work_dir(folder)
-        files = _converted(root, folder, 0.0)
-        if "train" not in files:
-            raise UserError(f"{root} has nothing to train on: its images are for {' and '.join(files)}")
-        if "val" not in files:
-            files |= _converted(root, folder)
-            say(
-                f"{root} has no validation part: {_count(files['val'])} of its images are drawn at random for it"
+        files = _converted(root, folder)
+        if not {"train", "val"} <= files.keys():
+            raise UserError(
+                f"{root} has nothing to train on: its images are for {' and '.join(files)}, and one for training and "
+                "one for validation are needed"
             )
         content = _content(files["train"])
         classes = tuple(category["name"] for category in content["categories"])
@@ -191,15 +189,13 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
     return str(file)
 
 
-def _converted(root: Path, folder: Path, val_share: float = 0.2) -> dict[str, Path]:
+def _converted(root: Path, folder: Path) -> dict[str, Path]:
     """Write COCO files of a data set into a folder of a run, and return them by their splits."""
     from visdet.datasets.conversion import convert
 
-    files, left_out = convert(root, (folder / "data").resolve(), None, val_share)
+    files, lines = convert(root, (folder / "data").resolve())
     found = {file.stem: file for file in files}
-    if not val_share and "train" in found and "val" not in found:
-        return found  # It is converted once more, with a part for validation.
-    for line in left_out:
+    for line in lines:
         say(line)
     parts = [
         f"{_count(found[split])} images for {split}" for split in ("train", "val", "test") if split in found

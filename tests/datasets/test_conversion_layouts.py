@@ -4,13 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from coco_files import turned
 from json_files import read_json, write_json
 from PIL import Image
 
+from visdet.datasets import CocoDataset
+from visdet.datasets.coco_report import coco_report
 from visdet.datasets.conversion import convert
 from visdet.errors import UserError
 from visdet.files import writing
+from visdet.ops import box_iou_quadri
+from visdet.structures.coco_json import uncrossed
 
 BOX = [40, 30, 20, 20]
 LINE = "0 0.5 0.5 0.2 0.25\n"
@@ -258,7 +263,7 @@ def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
     files, left_out = convert(tmp_path, tmp_path, val_share=0)
     images = {image["file_name"]: image for image in read_json(files[0])["images"]}
     assert (images["0.tif"]["width"], images["0.tif"]["height"]) == (80, 100), "as it is stored"
-    assert any("the size 10x20 of" in line for line in left_out)
+    assert any("1.png has 100x80 and not 10x20" in line for line in left_out)
     assert any(line.startswith("pages or frames of") and line.endswith("(2 times)") for line in left_out)
 
 
@@ -276,3 +281,71 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
         convert(tmp_path, tmp_path)
     assert [file.read_bytes() for file in files] == before
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["train.json", "val.json"]
+
+
+def test_what_may_be_a_mistake_is_one_line_a_kind(tmp_path):
+    names = [f"{number}.png" for number in range(5)]
+    turned_size = coco_of(names)
+    for image in turned_size["images"]:
+        image.update(width=80, height=100)
+    write(tmp_path, dict.fromkeys(names) | {"train.json": json.dumps(turned_size), "val.json": []})
+    _, lines = convert(tmp_path, tmp_path / "out")
+    sizes, drawn = lines
+    assert sizes.startswith("widths and heights that are not those of the image: 5 (")
+    assert "0.png has 100x80 and not 80x100" in sizes and sizes.endswith("… 2 more)")
+    assert drawn.startswith("images that are drawn at random for validation, because") and ": 1 (" in drawn
+    write(tmp_path, {"val.json": names[:2]})
+    (shared,) = convert(tmp_path, tmp_path / "shared")[1][1:]
+    assert shared.startswith("images that are for train and for val: 2 (")
+
+
+@pytest.mark.parametrize("share", [1.5, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["val_share", "left_out_share"])
+def test_a_share_is_from_0_to_1(tmp_path, name, share):
+    with pytest.raises(UserError, match=rf"convert: {name} must be float from 0 to 1, got {share}"):
+        convert(tmp_path, tmp_path, **{name: share})
+
+
+def test_lines_in_another_code_are_no_boxes(tmp_path):
+    lines = "0 0 9 0 9 9 0 9 bolt 0\n" * 9 + "0 0 9 0 9 9 0 9 größe 0\n"
+    write(tmp_path, {"images/0.png": None, "labelTxt/0.txt": lines.encode("latin-1")})
+    [file], left_out = convert(tmp_path, tmp_path)
+    assert left_out[0].endswith("is no box of a class: it is neither in UTF-8 nor in UTF-16")
+    assert [category["name"] for category in read_json(file)["categories"]] == ["bolt"]
+
+
+IN_ORDER = [10, 20, 30, 20, 30, 40, 10, 40]
+CROSSED = (
+    [10, 20, 30, 20, 10, 40, 30, 40],
+    [10, 20, 10, 40, 30, 20, 30, 40],
+    [10, 20, 30, 40, 30, 20, 10, 40],
+)
+
+
+@pytest.mark.parametrize("corners", CROSSED, ids=str)
+@pytest.mark.parametrize("kind", ["dota", "yolo", "coco"])
+def test_corners_that_cross_are_put_in_order(tmp_path, kind, corners):
+    content = coco_of(["images/0.png"])
+    content["annotations"][0].update(bbox=[10, 20, 20, 20], segmentation=[corners])
+    shares = [side / (100, 80)[k % 2] for k, side in enumerate(corners)]
+    files = {
+        "dota": {"labelTxt/0.txt": " ".join(map(str, corners)) + " bolt 0"},
+        "yolo": {"data.yaml": "names: [bolt]", "labels/0.txt": "0 " + " ".join(map(str, shares))},
+        "coco": {"all.json": json.dumps(content)},
+    }
+    write(tmp_path, files[kind] | {"images/0.png": None})
+    [file], lines = convert(tmp_path, tmp_path / "out")
+    ((outline,),) = [row["segmentation"] for row in read_json(file)["annotations"]]
+    found = torch.tensor([outline, IN_ORDER], dtype=torch.float64)
+    assert box_iou_quadri(found, found)[0] == pytest.approx([1, 1])
+    assert lines[0].startswith("outlines that cross themselves, whose corners are put in order: 1 (")
+    if kind == "coco":
+        classes = {"classes": ("bolt",)}
+        dataset = CocoDataset(str(tmp_path / "all.json"), str(tmp_path), box_type="rbox", metainfo=classes)
+        assert dataset[0]["instances"][0]["bbox"] == outline
+        assert "read with their corners in order: 1 (" in str(coco_report(content, str(tmp_path)))
+
+
+def test_an_outline_that_does_not_cross_stays():
+    for corners in (IN_ORDER, IN_ORDER[::-1], [0, 0, 9, 0, 2, 2, 0, 9], [0, 0, 4, 0, 8, 0, 2, 0]):
+        assert uncrossed(corners) == corners

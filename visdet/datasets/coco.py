@@ -68,9 +68,9 @@ class CocoDataset(BaseDataset):
     Those with ``ignore`` have the ``ignore_flag``, and an instance has its ``area``, too.
 
     With ``box_type='rbox'``, boxes are turned. The ``bbox`` of an instance then has the four corners (x1, y1, ..., x4,
-    y4) of the ``segmentation`` of its annotation, and a record has the ``angle_version``. Turned boxes are not clipped,
-    but dropped if the upright box around them would be. :func:`load_coco_json` says how a ``bbox`` of five numbers is
-    read.
+    y4) of the ``segmentation`` of its annotation, in order even if its sides cross, and a record has the
+    ``angle_version``. Turned boxes are not clipped, but dropped if the upright box around them would be.
+    :func:`load_coco_json` says how a ``bbox`` of five numbers is read.
 
     Args:
         ann_file: the JSON file, relative to ``data_root``.

@@ -7,6 +7,7 @@ from itertools import combinations
 
 from visdet.checks.similar_names import look_alike
 from visdet.errors import listed
+from visdet.structures.coco_json import corners_of, uncrossed
 
 from .coco import clip_box
 
@@ -59,6 +60,9 @@ def _box_problems(annotations: list[dict], images: dict) -> dict[str, list[str]]
             problems["of an image that is not in the file"].append(f"id {row['id']}")
             continue
         name = f"id {row['id']} in {image['file_name']}"
+        corners = corners_of(row)
+        if corners and uncrossed(corners) != corners:
+            problems["whose outlines cross themselves and are read with their corners in order"].append(name)
         problem = clip_box(row, image["width"], image["height"])[1]
         if problem:
             problems["that go beyond their image" if problem == "clipped" else problem].append(name)

@@ -14,6 +14,7 @@ from visdet.errors import InvalidInputError, listed, reading
 
 from .rotated_boxes import boxes_to_polygons
 
+_Point = tuple[float, float]
 _REQUIRED_KEYS = {
     "images": ("id", "file_name"),
     "annotations": ("id", "image_id", "category_id", "bbox"),
@@ -191,14 +192,32 @@ def corners_of(annotation: Mapping[str, Any]) -> list[float] | None:
 
 
 def needed_corners(annotation: Mapping[str, Any], what: str) -> list[float]:
-    """Return the result of :func:`corners_of`, which must not be None. ``what`` names the annotation in the error."""
+    """Return :func:`uncrossed` :func:`corners_of` an annotation, which ``what`` names in the error if it has none."""
     corners = corners_of(annotation)
     if corners is None:
         raise InvalidInputError(
             f"{what} has no segmentation of four points [[x1, y1, ..., x4, y4]] and no bbox of five numbers: "
             f"{annotation!r:.300}"
         )
-    return corners
+    return uncrossed(corners)
+
+
+def uncrossed(corners: list[float]) -> list[float]:
+    """Return the outline (x1, y1, ..., x4, y4) with its corners in order around it, if two of its sides cross."""
+    a, b, c, d = zip(corners[::2], corners[1::2], strict=True)
+    if _cross(a, b, c, d):
+        return [*a, *c, *b, *d]
+    return [*a, *b, *d, *c] if _cross(b, c, d, a) else corners
+
+
+def _cross(a: _Point, b: _Point, c: _Point, d: _Point) -> bool:
+    """Return whether the lines from a to b and from c to d cross between their ends."""
+    return _side(a, b, c) * _side(a, b, d) < 0 and _side(c, d, a) * _side(c, d, b) < 0
+
+
+def _side(a: _Point, b: _Point, c: _Point) -> float:
+    """Return a number whose sign says on which side of the line from a to b the point c is."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
 def _fault_in_image(image: dict) -> str | None:

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from visdet.checks.arguments import Share, checked
 from visdet.errors import InvalidInputError, MissingFileError, UserError, listed
 from visdet.files.images import extra_frames, open_image, sizes_of
 from visdet.files.writing import write_atomically
+from visdet.structures.coco_json import uncrossed
 
 from .coco_files import MAKER, is_ours, read_coco
 from .csv_tables import read_csv
@@ -30,21 +32,23 @@ _READERS = {
 }
 FORMATS = tuple(_READERS)
 _Sized = tuple[Picture, tuple[int, int]]  # a picture and its (width, height)
+_Remarks = defaultdict[str, list[str]]  # see LeftOut.remarks
 
 
+@checked
 def convert(
     root: Path,
     out: Path,
     kind: str | None = None,
-    val_share: float = 0.2,
-    left_out_share: float = 0.1,
+    val_share: Share = 0.2,
+    left_out_share: Share = 0.1,
 ) -> tuple[list[Path], list[str]]:
     """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
 
     Paths of images are relative to ``root``. The category ids of COCO files stay. Boxes are written as they are, also
     beyond their image. Outlines of four points stay as the ``segmentation``, which ``box_type='rbox'`` of a CocoDataset
-    reads. The split of an image is that of its table, or that which one of its folders says; its own name
-    says nothing.
+    reads, with their corners put in order where two sides cross. The split of an image is that of its table, or that
+    which one of its folders says; its own name says nothing.
 
     Args:
         root: the folder of the data set. out: the folder to write to.
@@ -53,11 +57,12 @@ def convert(
         left_out_share: the greatest share of the pictures, and of the boxes, that may be left out.
 
     Returns:
-        the files, and a line for each thing that was left out, of which the last one counts them.
+        the files, a line for each kind of possible mistake, and one for each thing that was left out, of which the last
+        one counts them.
 
     Raises:
-        UserError: the folder holds no data set of the format, too much of it cannot be converted, or a file of another
-            maker is in the way. Nothing is written then.
+        UserError: a share is not from 0 to 1, the folder holds no data set of the format, too much of it cannot be
+            converted, or a file of another maker is in the way. Nothing is written then.
     """
     root = root.resolve()
     source = Source(root)
@@ -80,13 +85,14 @@ def convert(
         raise InvalidInputError(
             f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
         )
-    splits = _by_split(sized, val_share)
+    splits = _by_split(sized, val_share, left_out.remarks)
     names = source.names or _names_in(pictures)
     numbers = {name: source.numbers.get(name) for name in names}
     if len({number for number in numbers.values() if isinstance(number, int)}) < len(names):
         numbers = {name: number for number, name in enumerate(names, start=1)}
     texts = {
-        out / f"{split}.json": json.dumps(_coco(images, numbers, root)) for split, images in splits.items()
+        out / f"{split}.json": json.dumps(_coco(images, numbers, root, left_out.remarks))
+        for split, images in splits.items()
     }
     for file in texts:
         if file.exists() and not is_ours(file):
@@ -94,7 +100,7 @@ def convert(
     for file, text in texts.items():
         write_atomically(file, text)
     lines = left_out.lines()
-    return list(texts), [*lines, summary] if lines else []
+    return list(texts), [*left_out.remark_lines(), *lines, *([summary] if lines else [])]
 
 
 def _kind_of(root: Path) -> str:
@@ -144,17 +150,19 @@ def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:
         if more:
             left_out.others[f"pages or frames of {picture.path} after the first"] += more
         if picture.size and all(picture.size) and picture.size not in (shown_size, stored_size):
-            width, height = picture.size
-            left_out.others[f"the size {width:g}x{height:g} of {picture.path}, which has {shown_size}"] += 1
+            sizes = ["{:g}x{:g}".format(*size) for size in (shown_size, picture.size)]
+            what = f"{picture.path} has {sizes[0]} and not {sizes[1]}"
+            left_out.remarks["widths and heights that are not those of the image"].append(what)
         # The size is the one that viewers show, or as it is stored if the annotations say so.
         found.append((picture, stored_size if picture.size == stored_size else shown_size))
     return found
 
 
-def _by_split(pictures: Iterable[_Sized], val_share: float) -> dict[str, list[_Sized]]:
+def _by_split(pictures: Iterable[_Sized], val_share: float, remarks: _Remarks) -> dict[str, list[_Sized]]:
     """Return the pictures of each split that has some.
 
     Those of no split are for training. A part of the training pictures becomes the validation split if there is none.
+    This and pictures of several splits are added to the remarks.
     """
     splits: dict[str, list[_Sized]] = defaultdict(list)
     for picture, size in pictures:
@@ -164,10 +172,19 @@ def _by_split(pictures: Iterable[_Sized], val_share: float) -> dict[str, list[_S
         random.Random(0).shuffle(training)
         number = min(max(round(val_share * len(training)), 1), len(training) - 1)
         splits["val"] = [training.pop() for _ in range(number)]
+        drawn = "images that are drawn at random for validation, because the data set has none for it"
+        remarks[drawn] += [str(picture.path) for picture, _ in splits["val"]]
+    splits_of: dict[Path, dict[str, None]] = defaultdict(dict)
+    for split, images in splits.items():
+        for picture, _ in images:
+            splits_of[picture.path.resolve()][split] = None
+    for path, found in splits_of.items():
+        if len(found) > 1:
+            remarks[f"images that are for {' and for '.join(found)}"].append(str(path))
     return splits
 
 
-def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path) -> dict[str, Any]:
+def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path, remarks: _Remarks) -> dict[str, Any]:
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -187,7 +204,10 @@ def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path) -> dict[str
             }
             scales = (x_scale, y_scale) * 4
             for outline in others.get("segmentation", ()):
-                outline[:] = [side * scale for side, scale in zip(outline, scales, strict=True)]
+                given = [side * scale for side, scale in zip(outline, scales, strict=True)]
+                outline[:] = uncrossed(given)
+                if outline != given:
+                    remarks["outlines that cross themselves, whose corners are put in order"].append(name)
             annotations.append(annotation | others)
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     info = {"description": MAKER}

@@ -46,17 +46,23 @@ class Picture:
 
 
 class LeftOut:
-    """What cannot be converted, in a line for each thing.
+    """What cannot be converted, in a line for each thing, and what may be a mistake.
 
     Attributes:
         pictures: pictures that are lost. boxes: boxes that are lost, those of lost pictures too.
         others: what loses neither, such as a folder that a table names and that is not there.
+        remarks: what is converted and may be a mistake, with the places of each kind.
     """
 
     def __init__(self) -> None:
         self.pictures: Counter[str] = Counter()
         self.boxes: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
+        self.remarks: defaultdict[str, list[str]] = defaultdict(list)
+
+    def remark_lines(self) -> list[str]:
+        """Return a line for each kind of remark, with how often it occurs and its first places."""
+        return [f"{what}: {len(found)} ({listed(found, 3)})" for what, found in self.remarks.items()]
 
     def lines(self) -> list[str]:
         """Return a line for each thing that is left out, with how often it occurs."""
@@ -117,6 +123,8 @@ class Source:
         for number, line in enumerate(text_of(file, "replace").splitlines(), start=1):
             what = f"line {number} of {file}, {line[:60]!r}, is no box of a class"
             with counted(self.left_out.boxes, what):
+                if "\N{REPLACEMENT CHARACTER}" in line:
+                    raise ValueError("it is neither in UTF-8 nor in UTF-16")
                 if line.strip() and not line.startswith(headers):
                     yield read(line.split())
 
