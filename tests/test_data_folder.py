@@ -125,6 +125,8 @@ def test_the_parts_of_a_folder_are_kept_and_epochs_are_counted(here, capsys):
     ("arguments", "message"),
     [
         ({"data": "mine", "model": "dino-smal"}, "model must be one of dino-small"),
+        ({"data": "mine", "model": "dino_shapes"}, "dino-small, .* data are those of ShapesDataset"),
+        ({"data": "mine", "model": "dino/dino_shapes"}, "data are those of ShapesDataset"),
         ({"data": "mine", "iters": 2, "epochs": 3}, "either iters or epochs"),
         ({"data": "nowhere"}, "nowhere is not a folder"),
         ({"model": "dino-small"}, "names the model for data=FOLDER"),

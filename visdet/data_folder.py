@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from visdet.checks.arguments import AtLeast0, Positive, Range, Seed, checked, with_other_names
 from visdet.engine.config.checks import is_iteration_based
 from visdet.engine.config.other_names import NAMES_OF_TRAINING
-from visdet.engine.config.packaged import CONFIGS, existing_config, packaged_configs
+from visdet.engine.config.packaged import existing_config, packaged_configs
 from visdet.engine.process.console import is_main_process, say
 from visdet.engine.process.places import no_empty_folders
 from visdet.errors import InvalidInputError, UserError
@@ -216,20 +216,21 @@ def _count(file: Path) -> int:
 
 def _base_of(model: str) -> str:
     """Return the base for a model, whose name is that of a config without its folder and the end ``_coco``."""
+    from visdet.engine.config.files import read_config
     from visdet.engine.errors import nearest_names
 
-    named = {
-        path.rpartition("/")[2].removesuffix(_OF_COCO): path
-        for path in packaged_configs()
-        if _OF_COCO in path
-    }
-    path = named.get(model) or (model if (CONFIGS / f"{model}.py").is_file() else None)
-    if path is None:
-        near = nearest_names(model, named) or sorted(named)
+    named = {path.rpartition("/")[2].removesuffix(_OF_COCO): path for path in packaged_configs()}
+    path = named.get(model, model)
+    base = f"visdet::{path}.py"
+    kind = read_config(base).train_dataloader.dataset.type if path in named.values() else None
+    if kind != "CocoDataset":
+        of_coco = [name for name, path in named.items() if path.endswith(_OF_COCO)]
+        near = ", ".join(nearest_names(model, of_coco) or of_coco)
+        reason = f", whose data are those of {kind}" if kind else ""
         raise InvalidInputError(
-            f"model must be one of {', '.join(near)}, or a config of the package, got {model!r}"
+            f"model must be one of {near}, or a config of the package for CocoDataset, got {model!r}{reason}"
         )
-    return f"visdet::{path}.py"
+    return base
 
 
 def _short_options(

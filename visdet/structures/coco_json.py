@@ -197,7 +197,7 @@ def needed_corners(annotation: Mapping[str, Any], what: str) -> list[float]:
     if corners is None:
         raise InvalidInputError(
             f"{what} has no segmentation of four points [[x1, y1, ..., x4, y4]] and no bbox of five numbers: "
-            f"{annotation!r:.300}"
+            f"{annotation!r:.300}. Upright boxes are for CocoMetric and a model that finds them, such as dino-small"
         )
     return uncrossed(corners)
 
