@@ -131,7 +131,7 @@ def evaluate(
         root = Path(data).expanduser().resolve()
         if others.get("work_dir") is None:
             folder = os.path.join("work_dirs", f"{root.name}_test")
-            others["work_dir"] = agreed_folder(folder, others.get("launcher"), remark="")
+            others["work_dir"] = agreed_folder(folder, others.get("launcher"), for_training=False)
         with no_empty_folders(others["work_dir"]):
             files = _converted(root, Path(others["work_dir"]))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))

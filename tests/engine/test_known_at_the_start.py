@@ -15,7 +15,7 @@ from toy_run import error_of, toy_config
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
 from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
 from visdet.engine.errors import explain
-from visdet.engine.process.places import only_training_in
+from visdet.engine.process.places import free_folder, only_training_in
 
 PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
 FFN = {"_delete_": True, "type": "FFN"}
@@ -209,13 +209,17 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
     try:
         assert holder.stdout.readline() == "held\n"
         assert "another training is running in" in message_of(tmp_path)
+        assert free_folder(str(tmp_path)) == f"{tmp_path}_2", "it has a log, and is in use"
         with only_training_in(tmp_path.parent):
             pass
     finally:
         holder.kill()
         holder.wait()
+    assert free_folder(str(tmp_path)) == str(tmp_path), "the training was over before it wrote numbers"
+    assert free_folder(str(tmp_path), for_training=False) == f"{tmp_path}_2"
     build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()  # A killed run leaves no lock.
     build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
+    assert free_folder(str(tmp_path)) == f"{tmp_path}_2"
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,10 @@ def agreed_folder(
     folder: str,
     launcher: str | None,
     env_cfg: dict | None = None,
-    remark: str = ". --resume would continue it",
+    for_training: bool = True,
 ) -> str:
-    """Return the first of ``folder``, ``folder_2`` … that holds no run, the same one in all processes."""
-    from mmengine.dist import broadcast_object_list
+    """Return what :func:`free_folder` does, the same one in all processes."""
+    from mmengine.dist import broadcast_object_list, is_main_process
 
     from .build import enter_environment
     from .process.distributed import checked_launcher
@@ -120,9 +120,10 @@ def agreed_folder(
     launcher = checked_launcher(launcher)
     if launcher != "none":
         enter_environment(env_cfg or {"dist_cfg": {"backend": "nccl"}}, launcher)
-    chosen = [free_folder(folder)]
+    chosen = [free_folder(folder, for_training) if is_main_process() else folder]
     broadcast_object_list(chosen)
     if chosen[0] != folder:
+        remark = ". --resume would continue it" if for_training else ""
         say(f"{folder} holds another run; this one writes to {chosen[0]}{remark}")
     return chosen[0]
 
@@ -166,7 +167,9 @@ def evaluate(
     from .process.default_device import cpu_by_default
 
     if work_dir is None:
-        cfg.work_dir = agreed_folder(f"{cfg.work_dir}_test", cfg.launcher, cfg.get("env_cfg"), remark="")
+        cfg.work_dir = agreed_folder(
+            f"{cfg.work_dir}_test", cfg.launcher, cfg.get("env_cfg"), for_training=False
+        )
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import UserError
 
-_OF_A_RUN = ("*.pth", "last_checkpoint", "*/*.log")
+_OF_A_RUN = ("*.pth", "last_checkpoint", "*/vis_data/*.json")
 _LOCK = ".training.lock"
 # The data workers of a run that was killed end within five seconds, and hold its lock until then.
 _PATIENCE = 8.0
@@ -23,13 +23,38 @@ def short_path(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def free_folder(folder: str) -> str:
-    """Return the first of ``folder``, ``folder_2``, ``folder_3`` … that holds no checkpoint and no log of a run."""
+def free_folder(folder: str, for_training: bool = True) -> str:
+    """Return the first of ``folder``, ``folder_2``, ``folder_3`` … that holds no run.
+
+    A training that ended before it wrote a checkpoint or numbers leaves its folder, and its log there, to the next one.
+
+    Args:
+        folder: the folder.
+        for_training: whether a training is to write there. Otherwise, every folder with a log holds a run.
+    """
     place, number = folder, 1
-    while any(any(Path(place).glob(pattern)) for pattern in _OF_A_RUN):
+    while _holds_run(Path(place), for_training):
         number += 1
         place = f"{folder}_{number}"
     return place
+
+
+def _holds_run(place: Path, for_training: bool) -> bool:
+    if any(any(place.glob(pattern)) for pattern in _OF_A_RUN):
+        return True
+    has_log = any(place.glob("*/*.log"))
+    return has_log and not (for_training and _is_left(place))
+
+
+def _is_left(place: Path) -> bool:
+    """Return whether no process trains in a folder, and no test has written its results there."""
+    if any(place.glob("*_*/*.json")):
+        return False
+    try:
+        with FileLock(place / _LOCK, timeout=0):
+            return True
+    except (OSError, RuntimeError):  # It is in use, or its file system has no locks.
+        return False
 
 
 def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
