@@ -75,7 +75,6 @@ REASONS = {
     "_get_default_store": "The main process asks the store of the group whether the others save a checkpoint, too.",
     "_dynamo.callback.callback_handler": "torch.compile tells nobody else that a part is compiled.",
     "_dict_to_config_dict": "A config file is read as mmengine reads it, but by a parser that names its mistakes.",
-    "_get_cfg_path": "See _dict_to_config_dict.",
     "_merge_a_into_b": "See _dict_to_config_dict.",
     "_parse_scope": "See _dict_to_config_dict.",
     "_substitute_base_vars": "See _dict_to_config_dict.",

@@ -1,5 +1,6 @@
 """Config files: bases, imports, placeholders, and files that cannot be read."""
 
+import importlib
 import os
 import re
 import time
@@ -55,6 +56,21 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
     path = written(tmp_path, "_base_ = ['../dino/dino_shapes.py']")
     with pytest.raises(ConfigError, match=r"did you mean visdet::dino/dino_shapes\.py\?"):
         load_config(path)
+
+
+def test_a_base_of_another_package(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = written(tmp_path, "_base_ = 'other_detectors::dino/dino_shapes.py'")
+    with pytest.raises(ConfigError, match=r"not installed; did you mean visdet::dino/dino_shapes\.py\?"):
+        load_config(path)
+    configs = tmp_path / "other_detectors" / ".mim" / "configs" / "dino"
+    configs.mkdir(parents=True)
+    written(tmp_path / "other_detectors", "raise RuntimeError", "__init__.py")
+    importlib.invalidate_caches()
+    written(configs, "n = 3", "small.py")
+    assert load_config(written(tmp_path, "_base_ = 'other_detectors::dino/small.py'"))[0].n == 3
+    with pytest.raises(ConfigError, match=r"did you mean other_detectors::dino/small\.py\?"):
+        load_config(written(tmp_path, "_base_ = 'other_detectors::dino/smal.py'"))
 
 
 @pytest.mark.parametrize(

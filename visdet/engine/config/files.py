@@ -15,6 +15,7 @@ part, is imported and called when the part is built.
 """
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -258,22 +259,28 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     """Return the path of a base and the scope of its package, if it is written ``package::path``."""
     if base.startswith(PACKAGE):
         return existing_config(base), None
-    place = os.path.abspath(reader)
-    file, scope = Config._get_cfg_path(base, place)
-    if not os.path.isfile(file):
-        folder = Path(place).parent
-        packaged = PACKAGE + base.lstrip("./")
-        is_packaged = find_config(packaged) is not None
-        near = (
-            [packaged]
-            if is_packaged
-            else [os.path.relpath(path, folder) for path in named_like(file, folder)]
+    package, mark, inside = base.rpartition("::")
+    folder = _configs_of(package) if mark else Path(os.path.abspath(reader)).parent
+    file = None if folder is None else os.path.join(folder, inside)
+    if file is None or not os.path.isfile(file):
+        near = [PACKAGE + inside.lstrip("./")]
+        if find_config(near[0]) is None:
+            like = named_like(file, folder) if file and folder else []
+            near = [package + mark + os.path.relpath(path, folder) for path in like]
+        reason = (
+            f"there is no base {file}. A path in {_BASE} is relative to the folder of the file that it stands in"
+            if file
+            else f"its base {base} is in a package that is not installed"
         )
-        raise ConfigError(
-            f"config {_shown(reader)}: there is no base {file}. A path in {_BASE} is relative to the folder of the "
-            f"file that it stands in{did_you_mean(near)}"
-        )
-    return file, scope
+        raise ConfigError(f"config {_shown(reader)}: {reason}{did_you_mean(near)}")
+    return file, package or None
+
+
+def _configs_of(package: str) -> Path | None:
+    """Return the folder of the configs of a package, which is not imported, or None if it is not installed."""
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = found.submodule_search_locations if found else None
+    return Path(next(iter(folders)), ".mim", "configs") if folders else None
 
 
 def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, Any]:
