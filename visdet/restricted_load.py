@@ -21,6 +21,9 @@ _OTHER_FILES = {
     b"version https://git-lfs": "is a pointer of Git LFS; fetch the file itself by `git lfs pull`",
     b"<": "is a web page or XML",
     b"{": "is text like JSON",
+    **dict.fromkeys((b"#", b'"', b"import ", b"from ", b"_base_"), "is text like Python"),
+    **dict.fromkeys((b"\xff\xd8\xff", b"\x89PNG"), "is a picture"),
+    b"\x08": "is a graph like ONNX",
 }
 # A data set of a million frames has fewer. A file of some hundred bytes can say that it has 2 ** 1000.
 _MOST_VALUES = 10**9

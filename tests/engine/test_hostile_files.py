@@ -151,8 +151,11 @@ def test_hostile_files(tmp_path, monkeypatch, name, form):
         (b"\0" * 3000, "it holds only zeros"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "a pointer of Git LFS"),
         (b"<!DOCTYPE html><html>404</html>", "a web page"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF", "it is a picture"),
+        (b"\x08\x0a\x12\x07pytorch", "it is a graph like ONNX"),
+        (b"import visdet", "it is text like Python"),
     ],
-    ids=["empty", "zeros", "lfs", "html"],
+    ids=["empty", "zeros", "lfs", "html", "jpeg", "onnx", "python"],
 )
 def test_files_of_another_kind_are_named(tmp_path, content, told):
     for name, read in (("a.pth", read_checkpoint), ("a.pkl", load_infos)):
