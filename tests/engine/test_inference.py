@@ -119,9 +119,11 @@ def test_each_run_of_infer_gets_a_folder_and_says_what_is_enlarged(
         assert (tmp_path / "work_dirs" / folder / "pictures" / "image.png").is_file()
         shown = capsys.readouterr().out
         assert f"work_dirs/{folder}/predictions.json" in shown and "1 pictures of less than 480" in shown
-    with pytest.raises(SystemExit):
-        main(["infer", "toy.py", "no.pth", "nowhere.jpg"])
-    assert "nowhere.jpg does not exist" in capsys.readouterr().err  # before the checkpoint is looked for
+    # Before the checkpoint is looked for.
+    for nms, told in (("0.5", "nowhere.jpg does not exist"), ("7", "--nms must be")):
+        with pytest.raises(SystemExit):
+            main(["infer", "toy.py", "no.pth", "nowhere.jpg", "--nms", nms])
+        assert told in capsys.readouterr().err
     assert sorted(os.listdir("work_dirs")) == ["detections", "detections_2"], "no empty folder stays"
 
 

@@ -91,8 +91,10 @@ def _detect(args: argparse.Namespace) -> None:
         say,
     )
     from visdet.engine.checkpoints.score_thresholds import told_thresholds
+    from visdet.engine.inference.detect_files import check_shares
     from visdet.engine.process.places import check_out_file
 
+    check_shares(args.score_thr, args.overlap, args.nms)
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph

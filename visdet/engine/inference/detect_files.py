@@ -144,9 +144,7 @@ def detect_files(
         the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
         cannot be read.
     """
-    checked_value("--score-thr", score_thr, Share | None)
-    checked_value("--overlap", overlap, Annotated[float, Range(0, 0.9)])
-    checked_value("--nms", nms, Share | None)
+    check_shares(score_thr, overlap, nms)
     paths = [os.fspath(path) for path in one_or_several(files)]
     run = _Run(detector, paths, out_dir, draws, score_thr, batch_size, amp, tiles, overlap, nms)
     predictions = Path(out_dir, "predictions.json")
@@ -176,6 +174,17 @@ def detect_files(
             f"--nms {_REPEATS} would leave out {repeated} of the {total} detections: objects are found several times"
         )
     return found, run.failures
+
+
+def check_shares(score_thr: float | None, overlap: float, nms: float | None) -> None:
+    """Check the options of these names of ``visdet infer``, which :func:`detect_files` takes, too.
+
+    Raises:
+        InvalidInputError: one is not in its range.
+    """
+    checked_value("--score-thr", score_thr, Share | None)
+    checked_value("--overlap", overlap, Annotated[float, Range(0, 0.9)])
+    checked_value("--nms", nms, Share | None)
 
 
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
