@@ -69,6 +69,7 @@ def test_an_exported_folder_is_described(tmp_path, capsys):
     ("text", "message"), [(None, "has no model.json"), ("{", "cannot be read"), ("3", "cannot")]
 )
 def test_a_folder_of_something_else_is_one_message(text, message, tmp_path, capsys):
+    (tmp_path / "best.pth").touch()
     if text is not None:
         (tmp_path / "model.json").write_text(text)
     with pytest.raises(SystemExit):

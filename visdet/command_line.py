@@ -148,6 +148,8 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     if not any(other.startswith("-") for other in others):
         names, others = names + others, []
     first = names.pop(0)
+    if os.path.isfile(os.path.join(first, "model.json")):
+        return f"{first} is an exported folder; its README.md says how it is run"
     if names_checkpoint(first):
         args.config = args.checkpoint = first
     else:

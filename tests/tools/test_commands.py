@@ -193,3 +193,9 @@ def test_a_name_that_is_no_checkpoint_is_named_where_one_is_missing(first):
     args = argparse.Namespace(command="infer", config=first, checkpoint="b.jpg", images=[])
     args.required_names = ("images",)
     assert f"required: images ({first} is no checkpoint" in sort_names(args, [])
+
+
+def test_an_exported_folder_in_the_place_of_a_checkpoint_says_what_runs_it(tmp_path):
+    (tmp_path / "model.json").touch()
+    args = argparse.Namespace(command="infer", config=str(tmp_path), checkpoint="b.jpg", images=[])
+    assert "is an exported folder; its README.md says" in sort_names(args, [])

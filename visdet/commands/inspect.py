@@ -75,11 +75,13 @@ def exported_rows(folder: str) -> dict[str, Any]:
     import json
     from pathlib import Path
 
-    from visdet.errors import InvalidInputError, MissingFileError
+    from visdet.errors import InvalidInputError, MissingFileError, listed
 
     file = Path(folder, "model.json")
     if not file.is_file():
-        raise MissingFileError(f"{folder} is no exported folder: it has no model.json")
+        checkpoints = sorted(path.name for path in Path(folder).glob("*.pth"))
+        advice = f". Give one of its checkpoints: {listed(checkpoints)}" if checkpoints else ""
+        raise MissingFileError(f"{folder} is no exported folder: it has no model.json{advice}")
     try:
         record = json.loads(file.read_text("utf-8"))
         rows = {str(name): _text(value) for name, value in record.items()}
