@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import time
 import traceback
@@ -48,6 +49,27 @@ class BrokenTransform:
         raise {"AttributeError": AttributeError, "KeyError": KeyError, "ValueError": ValueError}[self.error](
             "x"
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optim_wrapper__optimizer": {"type": "MuonWithAuxAdam", "learning_rate": 4}},
+            r"optimizer: MuonWithAuxAdam\(\) .* 'learning_rate'; it accepts params, lr, momentum.*, betas",
+        ),
+        (
+            {"optim_wrapper__optimizer": {"type": "SGD", "momentun": 1}},
+            r"optimizer: SGD\(\) .*'momentun'; did you mean momentum",
+        ),
+        (
+            {"train_dataloader__batchsize": 4},
+            r"train_dataloader: DataLoader\(\) .*'batchsize'; did you mean batch_size",
+        ),
+    ],
+)
+def test_an_unknown_keyword_names_the_class_and_what_it_takes(tmp_path, options, message):
+    assert re.search(message, explained(tmp_path, **options))
 
 
 def test_data_sets_of_a_run_name_the_same_classes(tmp_path):

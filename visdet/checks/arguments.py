@@ -28,6 +28,7 @@ __all__ = [
     "check_texts",
     "checked",
     "checked_value",
+    "parameters_of",
     "with_other_names",
 ]
 
@@ -181,7 +182,7 @@ def check_texts(target: Callable, arguments: Mapping[str, Any]) -> None:
     Raises:
         InvalidInputError: there is one. The message names the class and the argument.
     """
-    for key, parameter in _parameters_of(target).items():
+    for key, parameter in parameters_of(target).items():
         hint, values = parameter.annotation, arguments.get(key)
         if hint is parameter.empty and isinstance(parameter.default, bool | int | float):
             hint = bool | float
@@ -190,7 +191,7 @@ def check_texts(target: Callable, arguments: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or a function, including those that it passes on to its base classes."""
     found: dict[str, inspect.Parameter] = {}
     bases = target.__mro__ if inspect.isclass(target) else ()

@@ -15,10 +15,14 @@ import torch
 from mmengine.config import Config
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from visdet import registry
+from visdet.checks.arguments import parameters_of
 from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hint, built_names
 
+from ..errors import nearest_names
+from .packaged import did_you_mean
 from .text import dicts_in
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
@@ -52,7 +56,7 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
         match = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
         for path, node in dicts_in(given) if match and not isinstance(error, UserError) else ():
             if match and match[1] in node:
-                raise InvalidTypeError(f"{path}: {error}") from error
+                raise InvalidTypeError(f"{path}: {_unexpected(match[1], node) or error}") from error
         place = _place_of(error, given)
         if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -60,6 +64,22 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
         if not (messages_name_it and isinstance(error, UserError)):
             add_hint(error, f"in the config: {place}")
         raise
+
+
+def _unexpected(name: str, node: dict) -> str | None:
+    """Return the error on a keyword that the class of a dict does not take, or None if the error is of another class.
+
+    A class may pass keywords on to its base, so that Python's error is about the base and does not know the others.
+    """
+    kind = node.get("type", DataLoader)
+    if isinstance(kind, str):
+        of_config = [own for own in vars(registry).values() if isinstance(own, registry.Registry)]
+        kind = next((own.get(kind) for own in of_config if kind in own), None)
+    known = parameters_of(kind) if kind else {name}
+    if name in known:
+        return None
+    hint = did_you_mean(nearest_names(name, known, 0.75, 1)) or f"; it accepts {', '.join(known)}"
+    return f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}"
 
 
 def _place_of(error: Exception, sections: dict[str, Any]) -> str:
