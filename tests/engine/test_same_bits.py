@@ -75,6 +75,8 @@ def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == "logs: no step in common\n"
     assert re.search(r"no checkpoint has the same name .* has iter_10\.pth.*second has none", said.err)
+    assert compare(runs[0], runs[0] / "iter_10.pth") == 1
+    assert "first is a folder; give one of its files: best.pth, iter_10.pth" in capsys.readouterr().err
 
 
 @MODELS.register_module()

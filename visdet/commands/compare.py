@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     first, second = args.runs
     pairs, found = [(first, second)], None
-    if first.is_dir():
+    if first.is_dir() and second.is_dir():
         curves = read_scalars(first)
         others = read_scalars(second)
         numbers = _numbers(curves, others)
