@@ -318,9 +318,7 @@ class CocoMetric(BaseMetric):
 
     def _log_classes(self) -> None:
         """Log a table of the precision of each class."""
-        rows = []
-        for row in self.classwise_results:
-            rows.append([float("nan") if value == -1 else value for value in row.values()])
+        rows = [tuple(row.values()) for row in self.classwise_results]
         columns = ("class", "boxes", *list(self.classwise_results[0])[2:])
         print_log("\n" + table_text(columns, rows), logger="current")
 

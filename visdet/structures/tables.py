@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as text. Floats get three decimals, NaN becomes a dash, and other values are converted by str."""
+    """Return a table as text. Floats get three decimals, and other values are converted by str.
+
+    NaN, and -1, by which COCO says that there was nothing to measure, become a dash.
+    """
     from rich.console import Console  # rich is slow to import, and it is not needed before the first table.
     from rich.table import Table
 
@@ -32,4 +35,4 @@ def summary_line(metrics: dict[str, float]) -> str:
 def _cell(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
-    return "–" if math.isnan(value) else f"{value:.3f}"
+    return "–" if math.isnan(value) or value == -1 else f"{value:.3f}"

@@ -123,13 +123,9 @@ class RunReportHook(Hook):
                 name.split("/", 1)[-1].removeprefix("bbox_"): value for name, value in self.metrics.items()
             }
             total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)} | means
-            # COCO marks by -1 that there was nothing to measure.
             table = []
             for row in [*rows, total]:
-                values = [row.get(name, -1) for name in names]
-                table.append(
-                    (row["name"], row["num_boxes"], *[math.nan if value < 0 else value for value in values])
-                )
+                table.append((row["name"], row["num_boxes"], *[row.get(name, math.nan) for name in names]))
             say(table_text(("class", "boxes", *names), table))
 
 
