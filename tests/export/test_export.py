@@ -13,8 +13,9 @@ import visdet
 from tests.export.small_models import DEFORMABLE_DETR, FIXED, IN_ONNX, SMALL, built, needs
 from visdet.errors import MissingPackageError
 from visdet.export import ExportError
-from visdet.export.check import Differences
+from visdet.export.check import Differences, compare
 from visdet.export.families import family_of
+from visdet.export.families.family import Family
 from visdet.export.formats import FORMATS
 from visdet.export.precision import LIMITS
 from visdet.export.program import Program
@@ -220,6 +221,41 @@ def test_differences_are_those_of_sets_of_detections():
     found.add(ours, theirs, rows, limit)
     with pytest.raises(ExportError, match="bboxes"):
         found.check(limit)
+
+
+class Best(Family):
+    """The output is the index of the greatest of several numbers, each multiplied by a weight."""
+
+    input_names, output_names = ("numbers",), ("best",)
+    inputs_of = samples_of = None
+
+    def __init__(self, cases):
+        super().__init__(torch.nn.Linear(2, 1, bias=False), None, 1)
+        self.model.weight.fill_(1)
+        self.numbers = cases
+
+    def forward(self, numbers):
+        return ((numbers * self.model.weight[0]).argmax(),)
+
+    def cases(self):
+        yield from ([{"numbers": torch.tensor(numbers)}] for numbers in self.numbers)
+
+
+def test_a_case_where_rounding_decides_is_left_out():
+    tie, steady = (4.0, 4.0), (1.0, 4.0)
+    limit = LIMITS["float32"]
+
+    def last(given):
+        return {"best": torch.tensor(1)}
+
+    found, inputs, _ = compare(Best([tie, steady]), last, limit)
+    found.check(limit)
+    assert (found.count, found.left_out, inputs["numbers"].tolist()) == (1, 1, list(steady))
+    found, _, _ = compare(Best([tie, steady[::-1]]), last, limit)
+    with pytest.raises(ExportError, match="best by 1"):
+        found.check(limit)
+    with pytest.raises(ExportError, match="for all 1 inputs"):
+        compare(Best([tie]), last, limit)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

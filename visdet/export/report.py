@@ -45,8 +45,13 @@ def _differences(found: dict[str, Any] | None, title: str) -> list[str]:
     """Return the lines of a table of differences, or nothing without one."""
     if found is None:
         return []
+    without = (
+        f", without {found['left_out']} where rounding decides the model's result"
+        if found["left_out"]
+        else ""
+    )
     return [
-        f"\nRelative differences from the model on {found['inputs']} {title}:\n",
+        f"\nRelative differences from the model on {found['inputs']} {title}{without}:\n",
         "| output | largest | mean |",
         "|---|---|---|",
         *(f"| {name} | {one['largest']:.2g} | {one['mean']:.2g} |" for name, one in found["outputs"].items()),

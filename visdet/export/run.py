@@ -215,7 +215,7 @@ def _check(
     write_atomically(folder / "sample.npz", content.getbuffer())
     report["differences"] = differences.table()
     if options := FORMATS[report["format"]].options:
-        plain, _, _ = compare(family, module.load_without_options(folder), limit)
+        plain, _, _ = compare(family, module.load_without_options(folder), limit, leaves_out=False)
         report["without_options"] = {"options": options, "differences": plain.table()}
     differences.check(limit)
     if evaluate is not None:
