@@ -207,7 +207,9 @@ def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path, remarks: _R
                 given = [side * scale for side, scale in zip(outline, scales, strict=True)]
                 outline[:] = uncrossed(given)
                 if outline != given:
-                    remarks["outlines that cross themselves, whose corners are put in order"].append(name)
+                    remarks["outlines that cross themselves, whose corners are put in order"].append(
+                        f"id {annotation['id']} in {name}"
+                    )
             annotations.append(annotation | others)
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     info = {"description": MAKER}
