@@ -18,6 +18,7 @@ from .checks import SECTIONS, check_counting, check_sections, is_iteration_based
 from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
 from .other_names import NAMES_OF_TRAINING
+from .packaged import did_you_mean
 
 __all__ = [
     "build_dataset",
@@ -128,7 +129,7 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
             continue
         if key not in known_before:
             near = nearest_names(key, SECTIONS.keys() | known_before)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean([repr(name) for name in near])
             hint = f"; write {NAMES_OF_TRAINING[key]}" if key in NAMES_OF_TRAINING else hint
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
