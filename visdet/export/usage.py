@@ -11,41 +11,33 @@ _IMPORTS = {
     "onnx": "import onnxruntime",
     "openvino": "import openvino",
 }
-_TORCH = """
-
-
-def run(picture):
-    with torch.no_grad():
-        return [output.cpu() for output in model(torch.tensor(picture, device=about["device"]))]"""
 _LOADING = {
-    "pt2": 'model = torch.export.load(folder / "model.pt2").module()' + _TORCH,
+    "pt2": 'model = torch.export.load(folder / "model.pt2").module()',
     "aoti": 'for library in sorted(folder.glob("libvisdet_*.so")):\n    torch.ops.load_library(library)\n'
-    'model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))' + _TORCH,
-    "onnx": 'session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])\n\n\n'
-    'def run(picture):\n    return session.run(None, {"picture": picture})',
-    "openvino": 'model = openvino.Core().compile_model(folder / "model.xml", "CPU", about["options"])\n\n\n'
-    "def run(picture):\n    found = model([picture])\n    return [found[name] for name in about['outputs']]",
+    'model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))',
+    "onnx": 'session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])',
+    "openvino": 'model = openvino.Core().compile_model(folder / "model.xml", "CPU", about["options"])',
+}
+_OF_TORCH = 'outputs = [one.detach().cpu() for one in model(torch.tensor(picture, device=about["device"]))]'
+_RUNNING = {
+    "pt2": _OF_TORCH,
+    "aoti": _OF_TORCH,
+    "onnx": 'outputs = session.run(None, {"picture": picture})',
+    "openvino": 'found = model([picture])\n    outputs = [found[name] for name in about["outputs"]]',
 }
 _PROGRAM = '''"""Print the objects in pictures, with their boxes in pixels: python infer.py PICTURE ..."""
-
-import argparse
 import json
 import pathlib
 import sys
-
 import numpy as np
 {imports}
 from PIL import Image, ImageOps
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("pictures", nargs="+", metavar="PICTURE")
-pictures = parser.parse_args().pictures
 folder = pathlib.Path(__file__).parent
 about = json.loads((folder / "model.json").read_text())
 {loading}
 
-
-for path in pictures:
+for path in sys.argv[1:] or sys.exit(__doc__):
     try:
         image = ImageOps.exif_transpose(Image.open(path))
     except OSError as error:
@@ -55,7 +47,9 @@ for path in pictures:
         if image.mode == "F" or values.min() < 0 or values.max() > 65535:
             sys.exit(f"{{path}} must have 8 or 16 bits: its values of mode {{image.mode}} do not fit 16 bits")
         image = Image.fromarray((values >> 8).astype(np.uint8))
-    boxes, scores, labels = (np.asarray(output)[0] for output in run(np.array(image.convert("RGB"))))
+    picture = np.array(image.convert("RGB"))
+    {running}
+    boxes, scores, labels = (np.asarray(output)[0] for output in outputs)
     for box, score, label in zip(boxes, scores, labels):
         if score >= about["score_thresholds"][label]:
             print(path, about["classes"][label], f"{{score:.4f}}", *(f"{{side:.2f}}" for side in box))
@@ -80,7 +74,9 @@ def write_usage(description: dict[str, Any], folder: Path) -> None:
             f"\nWhen {format} opens the file, {told}. Without it, results are others on some processors.\n"
         )
     if "picture" in description["inputs"] and description["classes"] and description["score_thresholds"]:
-        files["infer.py"] = _PROGRAM.format(imports=_IMPORTS[format], loading=_LOADING[format])
+        files["infer.py"] = _PROGRAM.format(
+            imports=_IMPORTS[format], loading=_LOADING[format], running=_RUNNING[format]
+        )
         text += (
             "\n`python infer.py PICTURE ...` prints the objects in pictures whose scores reach the threshold of their "
             "class (`score_thresholds`).\n"
