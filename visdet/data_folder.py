@@ -121,7 +121,8 @@ def evaluate(
 
     Args:
         config, checkpoint, options, others: see :func:`visdet.engine.evaluate`.
-        data: a folder as for :func:`train`. Its test part counts, or else its validation part, or else the fifth that is drawn for it.
+        data: a folder as for :func:`train`. Its test part counts, or else its validation part, or else the fifth that
+            is drawn for it.
     """
     from visdet.engine.run import agreed_folder
     from visdet.engine.run import evaluate as evaluate_config
