@@ -86,7 +86,7 @@ def check_packages(session: nox.Session) -> None:
     packages = ["ultralytics", "rfdetr", "libreyolo", "addict", "yapf", "timm"]
     session.install(*(session.posargs or packages), "scipy", "torch-linear-assignment")
     session.install("--no-build-isolation", "--no-deps", "groundingdino-py")
-    tests = ("tests/compat/test_other_packages.py", "tests/compat/test_same_bits.py")
+    tests = ("tests/compat/test_other_packages.py", "tests/compat/test_trained_twice.py")
     run(session, "-m", "pytest", *tests, VISDET_CHECK="check-packages")
 
 
