@@ -104,8 +104,9 @@ class LaterGradients(TorchFunctionMode):
 
     def join(self) -> None:
         """Compute what is left, and let the current stream wait for all."""
-        for origin in self._origins - {torch.cuda.current_stream()} if self._origins else ():
+        for origin in self._origins:
             torch.cuda.current_stream().wait_stream(origin)
+        self._origins.clear()
         self._compute()
         for stream in self._busy:
             torch.cuda.current_stream().wait_stream(stream)

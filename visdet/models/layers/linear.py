@@ -9,7 +9,7 @@ from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``input @ weight.T + bias``, [..., D], of [..., C], [D, C] and [D]; see ``Linear``."""
-    if suits_autocast_linear(input, weight, bias) and bias is not None:
+    if suits_autocast_linear(input, weight, bias):
         return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
     return F.linear(input, weight, bias)
 
