@@ -4,11 +4,8 @@ import pytest
 import torch
 from toy_run import (
     EPOCHS,
-    check_equal_weights,
     check_rest,
-    in_two_processes,
     losses,
-    save_weights,
     toy_runner,
     train,
 )
@@ -54,16 +51,3 @@ def test_gradients_of_other_updates_are_reported_as_lost(tmp_path, counts, capsy
     options = {**OPTIONS, "optim_wrapper__accumulative_counts": counts, "train_cfg__max_iters": AT + 2}
     train(tmp_path / "rest", resume=str(tmp_path / f"iter_{AT}.pth"), **options)
     assert "between two updates" in capsys.readouterr().out
-
-
-def run_process(rank, folder):
-    options = {**OPTIONS, "train_cfg__max_iters": 12, "launcher": "pytorch"}
-    whole = train(folder / "whole", **options)
-    rest = train(folder / "rest", resume=str(folder / "whole" / f"iter_{AT}.pth"), **options)
-    save_weights(rank, folder, whole, rest)
-
-
-@pytest.mark.timeout(120)
-def test_two_processes_go_on_with_the_gradients_of_each(tmp_path):
-    in_two_processes(run_process, tmp_path)
-    check_equal_weights(tmp_path)

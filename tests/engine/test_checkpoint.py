@@ -170,17 +170,6 @@ def test_floats_of_other_widths_are_cast(dtype):
     load_weights(layers(), layers().to(dtype).state_dict(), "a.pth")
 
 
-@pytest.mark.parametrize("key", ["iter", "epoch"])
-@pytest.mark.parametrize("count", [float("inf"), float("nan"), "x", None, -1])
-def test_a_count_that_is_none_is_a_message(tmp_path, key, count):
-    train(tmp_path, train_cfg__max_iters=5)
-    content = read_checkpoint(tmp_path / "iter_5.pth")
-    content["meta"][key] = count
-    write_checkpoint(content, tmp_path / "iter_5.pth")
-    with pytest.raises(CheckpointError, match=r"iter_5\.pth cannot be resumed: its meta cannot be restored"):
-        train(tmp_path, resume="auto")
-
-
 def test_an_error_of_a_real_disk_is_no_damage():
     """The memory of this process as a file: its beginning cannot be read."""
     with pytest.raises(CheckpointError, match=r"cannot be read now: Input/output error"):

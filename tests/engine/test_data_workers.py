@@ -112,18 +112,6 @@ def test_a_batch_that_cannot_be_sent_ends_the_run(tmp_path):
         train(tmp_path, **failing("not sent"))
 
 
-def test_a_run_that_was_killed_says_how_it_goes_on(tmp_path):
-    options = failing("killed", default_hooks__checkpoint__interval=1, train_dataloader__num_workers=0)
-    options["train_dataloader__dataset"]["at"] = -1
-    train(tmp_path, train_cfg__max_iters=2, **options)
-    options |= failing("killed")
-    with pytest.raises(WorkerError) as caught:
-        train(tmp_path, resume="auto", **options)
-    assert (
-        hints_of(caught.value)[0].startswith("`--resume ") and ".pth` continues" in hints_of(caught.value)[0]
-    )
-
-
 class Interrupt(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 == 4:

@@ -99,7 +99,8 @@ class Kill(Hook):
 
 
 def run_process(rank, folder):
-    options = {"train_cfg__max_iters": 12, "launcher": "pytorch"}
+    """Each process goes on with its own gradients, as it is interrupted between two updates."""
+    options = {"train_cfg__max_iters": 12, "launcher": "pytorch", "optim_wrapper__accumulative_counts": 5}
     whole = train(folder / "whole", **options)
     runner = toy_runner(folder / "rest", **options)
     if rank == 1:  # The other process hears of it.

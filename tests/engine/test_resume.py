@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted run."""
 
 import itertools
+import math
 import multiprocessing
 import random
 import re
@@ -172,13 +173,6 @@ def test_a_cut_checkpoint_is_passed_over(tmp_path, capsys):
     assert read_checkpoint(newest)["meta"]["iter"] == 20
 
 
-def test_resume_from_a_folder_and_from_a_file(tmp_path):
-    train(tmp_path / "first", train_cfg__max_iters=10)
-    for resume in (tmp_path / "first", tmp_path / "first" / "iter_10.pth"):
-        runner = train(tmp_path / f"again_{resume.name}", resume=str(resume))
-        assert next(iter(losses(runner))) == 11
-
-
 @pytest.mark.parametrize("pointer", [b"", b"\xff", b"/elsewhere/iter_10.pth", None])
 def test_a_pointer_that_leads_nowhere_is_passed_over(tmp_path, pointer):
     """Other tools do not write it at once, and a folder may be moved."""
@@ -298,6 +292,9 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         (("meta",), {}, "meta"),
         (("meta", "iter"), -1, "meta"),
         (("meta", "iter"), "x", "meta"),
+        (("meta", "iter"), math.inf, "meta"),
+        (("meta", "epoch"), math.nan, "meta"),
+        (("meta", "epoch"), None, "meta"),
         (("message_hub", "runtime_info"), [], "message_hub"),
         (("message_hub",), {}, "message_hub"),
         (("param_schedulers",), 5, "param_schedulers"),
