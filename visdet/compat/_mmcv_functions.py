@@ -1,4 +1,4 @@
-"""The functions of ``mmcv._ext`` that differ from operators of visdet by more than their arguments (``mmcv_ext``)."""
+"""Operators as several functions of extensions need them, which differ from those of visdet (``mmcv_ext``)."""
 
 from typing import Any
 
@@ -7,30 +7,13 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops.gather_points import gather_gradient as gradient_of_points
-from visdet.ops.mmcv import map_correlation, points_in_boxes
+from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
 
 FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
 
 
-# Boxes. mmcv's compiled functions are given labels behind the boxes, too, and suppress boxes of all labels together.
-# ``visdet.ops.nms_rotated`` and ``nms_quadri`` keep labels apart.
-def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    return ops.nms(boxes, scores, iou_threshold, offset)[1]
-
-
-def nms_match(dets: Tensor, iou_threshold: float) -> list[list[int]]:
-    return [group.tolist() for group in ops.nms_match(dets, iou_threshold)]
-
-
-def nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    return ops.nms_rotated(dets[:, :5], scores, iou_threshold)[1]
-
-
-def nms_quadri(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    return ops.nms_quadri(dets[:, :8], scores, iou_threshold)[1]
-
-
+# Boxes
 def nms3d(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
     """Return the indices that are kept of boxes in the order of their scores, and their number."""
     kept = ops.nms3d(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)  # Equal scores keep their order.
@@ -40,14 +23,6 @@ def nms3d(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
 def nms3d_normal(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
     kept = ops.nms3d_normal(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)
     return kept, len(kept)
-
-
-def box_iou_rotated(boxes1: Tensor, boxes2: Tensor, mode: str, aligned: bool) -> Tensor:
-    return ops.box_iou_rotated(boxes1, boxes2, mode, aligned).flatten()
-
-
-def box_iou_quadri(boxes1: Tensor, boxes2: Tensor, mode: str, aligned: bool) -> Tensor:
-    return ops.box_iou_quadri(boxes1, boxes2, mode, aligned).flatten()
 
 
 # Losses
@@ -66,22 +41,6 @@ def softmax_focal_loss(
 
 
 # Regions
-def roi_align(
-    input: Tensor,
-    rois: Tensor,
-    output_size: tuple[int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: str,
-    aligned: bool,
-    argmax_y: Tensor,
-) -> Tensor:
-    """Return the pooled regions. ``argmax_y`` takes a copy of ``input``, which the gradient of the maximum needs."""
-    if pool_mode == "max":
-        argmax_y.resize_(input.shape).copy_(input)
-    return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
-
-
 def roi_align_again(
     input: Tensor,
     rois: Tensor,
@@ -92,7 +51,7 @@ def roi_align_again(
     pool_mode: str,
     aligned: bool,
 ) -> Tensor:
-    """Return the pooled regions of zeros, which are added to what ``roi_align`` has kept."""
+    """Return the pooled regions of zeros, which are added to what the forward function has kept."""
     maps = input + argmax_y if pool_mode == "max" else input
     return ops.roi_align(maps, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
 
@@ -197,16 +156,6 @@ def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: 
     return ops.rotated_feature_align(features, best_bboxes, spatial_scale, points)
 
 
-def tin_shift_back(grad_output: Tensor, shift: Tensor) -> Tensor:
-    return map_correlation.tin_shift(grad_output, -shift)
-
-
-# Point sets
-def convex_giou(pointsets: Tensor, polygons: Tensor) -> Tensor:
-    giou, gradient = ops.convex_giou(pointsets, polygons)
-    return torch.cat([gradient, giou[:, None]], 1)
-
-
 # Points
 def knn(k: int, xyz: Tensor, center_xyz: Tensor) -> tuple[Tensor, Tensor]:
     index, distances = ops.knn(k, xyz, center_xyz)
@@ -269,44 +218,6 @@ def hard_voxelize(
     """Return the voxels, their places, the numbers of their points, and the number of voxels."""
     voxels, places, counts = ops.hard_voxelize(points, voxel_size, coors_range, max_points, max_voxels)
     return voxels, places, counts, len(voxels)
-
-
-def voxels_gradient(
-    grad_feats: Tensor,
-    grad_reduced_feats: Tensor,
-    feats: Tensor,
-    reduced_feats: Tensor,
-    coors_idx: Tensor,
-    reduce_count: Tensor,
-    reduce_type: str,
-) -> Tensor:
-    """Return the gradient of the features. The first point with the largest feature of a voxel has its gradient."""
-    inside = (coors_idx >= 0).nonzero()[:, 0]
-    voxel = coors_idx[inside].long()
-    zeros = torch.zeros_like(grad_feats)
-    if reduce_type != "max":
-        grad = grad_reduced_feats[voxel]
-        return zeros.index_copy(
-            0, inside, grad / reduce_count[voxel, None] if reduce_type == "mean" else grad
-        )
-    candidate = torch.where(feats[inside] == reduced_feats[voxel], inside[:, None], len(feats))
-    first = candidate.new_full(reduced_feats.shape, len(feats))
-    first = first.scatter_reduce(0, voxel[:, None].expand_as(candidate), candidate, "amin")
-    padded = torch.nn.functional.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
-    return padded[: len(feats)]
-
-
-def biased_indice_conv(
-    features: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    indice_pairs: Tensor,
-    indice_pair_num: Tensor,
-    num_activate_out: int,
-    inverse: bool,
-) -> Tensor:
-    arguments = features, filters, indice_pairs, indice_pair_num, num_activate_out
-    return ops.indice_conv(*arguments, inverse) + bias
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

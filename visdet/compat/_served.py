@@ -10,15 +10,15 @@ The extension's functions write into tensors that their callers allocate::
 The operator gets the arguments that have the names of its own, or that ``serves`` is told to hand on under another
 name. Several arguments under one name are handed on as a tuple. An argument of the type ``object`` has no effect. A
 function with gradients runs the operator again on what it is given, and differentiates it. Where it is not given an
-argument whose gradient it computes, the operator is linear in that argument, and zeros take its place. Where an
-operator takes None for a tensor, extensions have an empty tensor. Named arguments that a signature does not have are
-ignored.
+argument whose gradient it computes, or only its sizes, the operator is linear in that argument, and zeros take its
+place. Where an operator takes None for a tensor, extensions have an empty tensor. Named arguments that a signature does
+not have are ignored. A function that has the extension's arguments itself is decorated by ``computes``.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,9 +32,13 @@ __all__ = [
     "OneOf",
     "PoolMode",
     "Result",
+    "SoftMethod",
+    "computes",
     "gradients_of",
     "serves",
 ]
+
+_Own = TypeVar("_Own", bound=Callable[..., Any])
 
 SERVED: dict[str, dict[str, Callable[..., Any]]] = {}
 """The functions of each extension by their names, of the modules of this package that have been imported."""
@@ -51,8 +55,9 @@ Result: TypeAlias = Annotated[Tensor, "the operator's next result is written her
 FirstRows: TypeAlias = Annotated[Tensor, "the operator's next result is written into the first rows"]
 GradOutput: TypeAlias = Annotated[Tensor, "the gradient of the operator's next result"]
 Gradient: TypeAlias = Annotated[Tensor, "the gradient of an argument of the operator is written here"]
-BoxMode: TypeAlias = Annotated[int, OneOf("iou", "iof")]
-PoolMode: TypeAlias = Annotated[int, OneOf("max", "avg")]
+BoxMode: TypeAlias = Annotated[Any, OneOf("iou", "iof")]
+PoolMode: TypeAlias = Annotated[Any, OneOf("max", "avg")]
+SoftMethod: TypeAlias = Annotated[Any, OneOf("naive", "linear", "gaussian")]
 
 
 def serves(
@@ -64,7 +69,7 @@ def serves(
         operator: what computes it.
         entries: the extension and the name of the function in it, such as "mmcv._ext.nms"; of several extensions, if
             they have the same function.
-        returns: the arguments of the operator whose gradients the function returns.
+        returns: the arguments of the operator whose gradients the function returns, as a tuple if there are several.
         names: by the name of an argument, the operator's name for it, or for what a ``Gradient`` is the gradient of.
     """
 
@@ -74,6 +79,16 @@ def serves(
             function = _Function(entry, operator, signature, returns, names)
             SERVED.setdefault(extension, {})[name] = function.as_function(name)
         return SERVED[extension][name]
+
+    return declare
+
+
+def computes(*entries: str) -> Callable[[_Own], _Own]:
+    """Return a decorator that serves the decorated function itself, for ``entries`` as of ``serves``."""
+
+    def declare(function: _Own) -> _Own:
+        serves(function, *entries)(function)
+        return function
 
     return declare
 
@@ -107,7 +122,8 @@ class _Function:
         self.sources: dict[str, list[str]] = {}
         for name in [*names, *(types.keys() - names.keys())]:
             target = names.get(name, name)
-            if target in self.taken and name not in self.gradients and types[name] is not object:
+            has_effect = types[name] is not object or operator is signature
+            if target in self.taken and name not in self.gradients and has_effect:
                 self.sources.setdefault(target, []).append(name)
 
     def as_function(self, name: str) -> Callable[..., Any]:
@@ -148,21 +164,23 @@ class _Function:
 
     def _differentiate(self, given: dict[str, Any], passed: dict[str, Any]) -> Any:
         targets = {source: given[name] for name, source in self.gradients.items()}
-        inputs: dict[str, Tensor] = {}
+        grad_outputs = [given[name] for name in self.grad_outputs]
+        inputs: dict[str, Any] = {}
         for name in [*targets, *self.returns]:
             value = passed[name] if name in passed else torch.zeros_like(targets[name])
+            if isinstance(value, tuple):
+                value = grad_outputs[0].new_zeros(value)
             if value is not None:
                 inputs[name] = value
 
         def run(*leaves: Tensor) -> Any:
             return self.operator(**passed | dict(zip(inputs, leaves, strict=True)))
 
-        grad_outputs = [given[name] for name in self.grad_outputs]
         grads = gradients_of(self.entry, run, list(inputs.values()), grad_outputs)
         for name, grad in zip(inputs, grads, strict=True):
             if targets.get(name) is not None:
                 _copy(self.entry, f"the gradient of {name}", targets[name], grad)
-        return grads if self.returns else None
+        return (grads if len(self.returns) > 1 else grads[0]) if self.returns else None
 
     def _write(self, given: dict[str, Any], result: Any) -> Any:
         """Write results into their tensors, and return what is left of them."""

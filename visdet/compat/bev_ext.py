@@ -15,13 +15,7 @@ from visdet import ops
 
 from . import _mmcv_functions as mmcv_functions
 from . import mmcv_ext_voxels  # noqa: F401
-from ._served import SERVED, FirstRows, Gradient, GradOutput, Result, serves
-
-
-def _bev_pool_gradient(out_grad: Tensor, geom_feats: Tensor) -> Tensor:
-    """Return the gradient of the features of the points, which is that of their cells [B, D, H, W, C]."""
-    H, W, D, B = geom_feats.long().unbind(1)
-    return out_grad[B, D, H, W]
+from ._served import SERVED, FirstRows, Gradient, GradOutput, Result, computes, serves
 
 
 def _bev_pool_v2(
@@ -35,38 +29,6 @@ def _bev_pool_v2(
     cells = out.shape[:-1]
     pooled = ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells.numel())
     return pooled.view(*cells, feat.shape[-1])
-
-
-def _voxel_pooling(
-    geom_xyz: Tensor, input_features: Tensor, size: tuple[int, int, int], pos_memo: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the sums, and the image, the row and the column of each point that is inside the grid."""
-    pooled = ops.voxel_pooling(geom_xyz, input_features, size)
-    is_inside = ((geom_xyz >= 0) & (geom_xyz < geom_xyz.new_tensor(size))).all(2, keepdim=True)
-    image = torch.arange(len(geom_xyz), device=geom_xyz.device)[:, None].expand(geom_xyz.shape[:2])
-    place = torch.stack([image, geom_xyz[..., 1], geom_xyz[..., 0]], 2)
-    return pooled, torch.where(is_inside, place.to(pos_memo.dtype), pos_memo)
-
-
-def _voxel_pooling_of_products(
-    shape: tuple[int, ...],  # images, cameras, depths, height, width
-    num_channels: int,
-    size: tuple[int, int, int],
-    geom_xyz: Tensor,
-    depth_features: Tensor,
-    context_features: Tensor,
-    output_features: Tensor,
-) -> Tensor:
-    """Return the sums of the products of each pixel's features and depth, without a tensor of the products' size."""
-    B, cameras, depths, H, W = shape
-    places, weights = geom_xyz.reshape(*shape, 3), depth_features.reshape(shape)
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    pixels = context_features.reshape(B, cameras, num_channels, H, W).permute(0, 1, 3, 4, 2).to(wide)
-    total = output_features.new_zeros(output_features.shape, dtype=wide)
-    for d in range(depths):
-        products = pixels * weights[:, :, d, :, :, None]
-        total += ops.voxel_pooling(places[:, :, d].flatten(1, 3), products.flatten(1, 3), size)
-    return total
 
 
 @serves(
@@ -92,8 +54,8 @@ def bev_pool_forward(
 ) -> Any: ...
 
 
-@serves(_bev_pool_gradient, "bev_ext.bev_pool_backward", "bev_ext.occ_pool_backward")
-def bev_pool_backward(
+@computes("bev_ext.bev_pool_backward", "bev_ext.occ_pool_backward")
+def _bev_pool_gradient(
     out_grad: Tensor,
     geom_feats: Tensor,
     interval_lengths: object,
@@ -102,7 +64,10 @@ def bev_pool_backward(
     d: object,
     h: object,
     w: object,
-) -> Any: ...
+) -> Tensor:
+    """Return the gradient of the features of the points, which is that of their cells [B, D, H, W, C]."""
+    H, W, D, B = geom_feats.long().unbind(1)
+    return out_grad[B, D, H, W]
 
 
 @serves(_bev_pool_v2, "bev_ext.bev_pool_v2_forward", "bev_ext.bev_pool_v3_forward")
@@ -173,15 +138,8 @@ def hard_voxelize(
 ) -> Any: ...
 
 
-@serves(
-    _voxel_pooling,
-    "bev_ext.voxel_pooling_forward_wrapper",
-    "bev_ext.voxel_pooling_train_forward_wrapper",
-    num_voxel_x="size",
-    num_voxel_y="size",
-    num_voxel_z="size",
-)
-def voxel_pooling_forward_wrapper(
+@computes("bev_ext.voxel_pooling_forward_wrapper", "bev_ext.voxel_pooling_train_forward_wrapper")
+def voxel_pooling(
     batch_size: object,
     num_points: object,
     num_channels: object,
@@ -192,22 +150,18 @@ def voxel_pooling_forward_wrapper(
     input_features: Tensor,
     output_features: Result,
     pos_memo: Result,
-) -> None: ...
+) -> tuple[Tensor, Tensor]:
+    """Return the sums, and the image, the row and the column of each point that is inside the grid."""
+    size = num_voxel_x, num_voxel_y, num_voxel_z
+    pooled = ops.voxel_pooling(geom_xyz, input_features, size)
+    is_inside = ((geom_xyz >= 0) & (geom_xyz < geom_xyz.new_tensor(size))).all(2, keepdim=True)
+    image = torch.arange(len(geom_xyz), device=geom_xyz.device)[:, None].expand(geom_xyz.shape[:2])
+    place = torch.stack([image, geom_xyz[..., 1], geom_xyz[..., 0]], 2)
+    return pooled, torch.where(is_inside, place.to(pos_memo.dtype), pos_memo)
 
 
-@serves(
-    _voxel_pooling_of_products,
-    "bev_ext.voxel_pooling_inference_forward_wrapper",
-    batch_size="shape",
-    num_cams="shape",
-    num_depth="shape",
-    num_height="shape",
-    num_width="shape",
-    num_voxel_x="size",
-    num_voxel_y="size",
-    num_voxel_z="size",
-)
-def voxel_pooling_inference_forward_wrapper(
+@computes("bev_ext.voxel_pooling_inference_forward_wrapper")
+def voxel_pooling_of_products(
     batch_size: int,
     num_cams: int,
     num_depth: int,
@@ -221,7 +175,21 @@ def voxel_pooling_inference_forward_wrapper(
     depth_features: Tensor,
     context_features: Tensor,
     output_features: Result,
-) -> None: ...
+) -> Tensor:
+    """Return the sums of the products of each pixel's features and depth, without a tensor of the products' size."""
+    shape, size = (
+        (batch_size, num_cams, num_depth, num_height, num_width),
+        (num_voxel_x, num_voxel_y, num_voxel_z),
+    )
+    places, weights = geom_xyz.reshape(*shape, 3), depth_features.reshape(shape)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    maps = context_features.reshape(batch_size, num_cams, num_channels, num_height, num_width)
+    pixels = maps.permute(0, 1, 3, 4, 2).to(wide)
+    total = output_features.new_zeros(output_features.shape, dtype=wide)
+    for d in range(num_depth):
+        products = pixels * weights[:, :, d, :, :, None]
+        total += ops.voxel_pooling(places[:, :, d].flatten(1, 3), products.flatten(1, 3), size)
+    return total
 
 
 for _name in ("dynamic_point_to_voxel_backward", "dynamic_point_to_voxel_forward"):

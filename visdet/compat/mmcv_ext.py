@@ -5,8 +5,9 @@ function that raises a NotImplementedError when it is called, because ``mmcv.ops
 import. This module declares the functions for boxes and regions, and has all of them.
 """
 
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from visdet import ops
@@ -17,11 +18,20 @@ from visdet.ops.roi_pool import roi_pool_with_argmax
 from . import _mmcv_functions as own
 from . import mmcv_ext_activations, mmcv_ext_maps, mmcv_ext_points, mmcv_ext_voxels  # noqa: F401
 from ._deferred import deferred
-from ._served import SERVED, BoxMode, FirstRows, Gradient, GradOutput, OneOf, PoolMode, Result, serves
+from ._served import (
+    SERVED,
+    BoxMode,
+    FirstRows,
+    Gradient,
+    GradOutput,
+    PoolMode,
+    Result,
+    SoftMethod,
+    computes,
+    serves,
+)
 from .msda_ext import get_compiler_version
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
-
-SoftMethod: TypeAlias = Annotated[int, OneOf("naive", "linear", "gaussian")]
 
 
 @serves(ops.bbox_overlaps, "mmcv._ext.bbox_overlaps")
@@ -83,20 +93,22 @@ def border_align_forward(
 ) -> None: ...
 
 
-@serves(own.box_iou_quadri, "mmcv._ext.box_iou_quadri", mode_flag="mode")
-def box_iou_quadri(
-    boxes1: Tensor, boxes2: Tensor, ious: Result, mode_flag: BoxMode, aligned: bool
-) -> None: ...
+@computes("mmcv._ext.box_iou_quadri")
+def box_iou_quadri(boxes1: Tensor, boxes2: Tensor, ious: Result, mode_flag: BoxMode, aligned: bool) -> Tensor:
+    return ops.box_iou_quadri(boxes1, boxes2, mode_flag, aligned).flatten()
 
 
-@serves(own.box_iou_rotated, "mmcv._ext.box_iou_rotated", mode_flag="mode")
+@computes("mmcv._ext.box_iou_rotated")
 def box_iou_rotated(
     boxes1: Tensor, boxes2: Tensor, ious: Result, mode_flag: BoxMode, aligned: bool
-) -> None: ...
+) -> Tensor:
+    return ops.box_iou_rotated(boxes1, boxes2, mode_flag, aligned).flatten()
 
 
-@serves(own.convex_giou, "mmcv._ext.convex_giou")
-def convex_giou(pointsets: Tensor, polygons: Tensor, output: Result) -> None: ...
+@computes("mmcv._ext.convex_giou")
+def convex_giou(pointsets: Tensor, polygons: Tensor, output: Result) -> Tensor:
+    giou, gradient = ops.convex_giou(pointsets, polygons)
+    return torch.cat([gradient, giou[:, None]], 1)
 
 
 @serves(ops.convex_iou, "mmcv._ext.convex_iou")
@@ -153,15 +165,19 @@ def diff_iou_rotated_sort_vertices_forward(vertices: Tensor, mask: Tensor, num_v
 def min_area_polygons(pointsets: Tensor, polygons: Result) -> None: ...
 
 
-@serves(own.nms, "mmcv._ext.nms")
-def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Any: ...
+# Labels stand behind the boxes, too, and boxes of all labels suppress each other. ``visdet.ops.nms_rotated`` and
+# ``nms_quadri`` keep labels apart.
+@computes("mmcv._ext.nms")
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    return ops.nms(boxes, scores, iou_threshold, offset)[1]
 
 
-@serves(own.nms_match, "mmcv._ext.nms_match")
-def nms_match(dets: Tensor, iou_threshold: float) -> Any: ...
+@computes("mmcv._ext.nms_match", "nms_ext.nms_match")
+def nms_match(dets: Tensor, iou_threshold: float) -> list[list[int]]:
+    return [group.tolist() for group in ops.nms_match(dets, iou_threshold)]
 
 
-@serves(own.nms_quadri, "mmcv._ext.nms_quadri")
+@computes("mmcv._ext.nms_quadri")
 def nms_quadri(
     dets: Tensor,
     scores: Tensor,
@@ -169,10 +185,11 @@ def nms_quadri(
     dets_sorted: object,
     iou_threshold: float,
     multi_label: object,
-) -> Any: ...
+) -> Tensor:
+    return ops.nms_quadri(dets[:, :8], scores, iou_threshold)[1]
 
 
-@serves(own.nms_rotated, "mmcv._ext.nms_rotated")
+@computes("mmcv._ext.nms_rotated")
 def nms_rotated(
     dets: Tensor,
     scores: Tensor,
@@ -181,7 +198,8 @@ def nms_rotated(
     labels: object,
     iou_threshold: float,
     multi_label: object,
-) -> Any: ...
+) -> Tensor:
+    return ops.nms_rotated(dets[:, :5], scores, iou_threshold)[1]
 
 
 @serves(
@@ -294,9 +312,7 @@ def roi_align_backward(
 ) -> None: ...
 
 
-@serves(
-    own.roi_align, "mmcv._ext.roi_align_forward", aligned_height="output_size", aligned_width="output_size"
-)
+@computes("mmcv._ext.roi_align_forward")
 def roi_align_forward(
     input: Tensor,
     rois: Tensor,
@@ -309,7 +325,12 @@ def roi_align_forward(
     sampling_ratio: int,
     pool_mode: PoolMode,
     aligned: bool,
-) -> None: ...
+) -> Tensor:
+    """Return the pooled regions. ``argmax_y`` takes a copy of ``input``, which the gradient of the maximum needs."""
+    if pool_mode == "max":
+        argmax_y.resize_(input.shape).copy_(input)
+    size = aligned_height, aligned_width
+    return ops.roi_align(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
 
 
 @serves(

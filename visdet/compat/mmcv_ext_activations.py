@@ -2,19 +2,21 @@
 
 from typing import Annotated, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from visdet.ops.mmcv import filtered_activations
+from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, leaky_with_signs
+from visdet.ops.mmcv.filtered_activations import bias_act as activate
+from visdet.ops.mmcv.filtered_activations import upfirdn2d as resample
 
-from . import _mmcv_activations as activations
 from . import _mmcv_functions as own
-from ._served import Gradient, OneOf, Result, serves
+from ._served import Gradient, OneOf, Result, computes, serves
 
-Activation: TypeAlias = Annotated[int, OneOf("", *filtered_activations.ACTIVATIONS)]
-LeakyActivation: TypeAlias = Annotated[int, OneOf("", "linear", "relu", "lrelu")]
+Activation: TypeAlias = Annotated[Any, OneOf("", *ACTIVATIONS)]
+LeakyActivation: TypeAlias = Annotated[Any, OneOf("", "linear", "relu", "lrelu")]
 
 
-@serves(activations.bias_act, "mmcv._ext.bias_act")
+@computes("mmcv._ext.bias_act")
 def bias_act(
     input: Tensor,
     bias: Tensor | None,
@@ -27,10 +29,29 @@ def bias_act(
     alpha: float,
     gain: float,
     clamp: float,
-) -> Any: ...
+) -> Tensor:
+    """Return the activation, or ``input`` times its first derivative, or ``input`` times ``dy`` times its second one.
+
+    The derivatives are those at ``xref``. The wrapper leaves it empty where the result ``yref`` tells the slope.
+    """
+    if grad == 0:
+        return activate(input, bias, dim, act, alpha, gain, clamp)
+    if not xref.numel():  # Numbers that give the result, beyond the clamp where that has cut them.
+        bias = None
+        xref = yref / gain if yref.numel() else torch.zeros_like(input)
+        if clamp >= 0:
+            beyond = torch.full_like(xref, torch.inf).copysign(xref)
+            xref = torch.where(yref.abs() >= clamp, beyond, xref) if yref.numel() else xref
+    with torch.enable_grad():
+        x = xref.detach().requires_grad_()
+        y = activate(x, bias, dim, act, alpha, gain, clamp)
+        (slope,) = torch.autograd.grad(y, x, input if grad == 1 else dy, create_graph=grad > 1)
+        if grad > 1:
+            (slope,) = torch.autograd.grad(slope, x, input, allow_unused=True, materialize_grads=True)
+    return slope.detach()
 
 
-@serves(activations.filtered_lrelu, "mmcv._ext.filtered_lrelu")
+@computes("mmcv._ext.filtered_lrelu")
 def filtered_lrelu(
     x: Tensor,
     fu: Tensor,
@@ -50,16 +71,25 @@ def filtered_lrelu(
     clamp: float,
     flip_filters: bool,
     writeSigns: bool,
-) -> Any: ...
+) -> tuple[Tensor, Tensor, int]:
+    """Return the filtered activation, its signs, and 0, which means that nothing is left to the wrapper."""
+    biased = activate(x, b)
+    enlarged = resample(biased, fu, (up, up), (1, 1), (px0, px1, py0, py1), flip_filters, float(up**2))
+    signs = filtered_lrelu_act_(enlarged, si, sx, sy, gain, slope, clamp, writeSigns)
+    return resample(enlarged, fd, (1, 1), (down, down), flip_filter=flip_filters), signs, 0
 
 
-@serves(activations.filtered_lrelu_act_, "mmcv._ext.filtered_lrelu_act_")
+@computes("mmcv._ext.filtered_lrelu_act_")
 def filtered_lrelu_act_(
     x: Tensor, si: Tensor | None, sx: int, sy: int, gain: float, slope: float, clamp: float, writeSigns: bool
-) -> Any: ...
+) -> Tensor:
+    """Activate ``x`` in place, and return the signs for the backward pass, one byte a number."""
+    activated, signs = leaky_with_signs(x, si, (sx, sy), gain, slope, clamp)
+    x.copy_(activated)
+    return signs if writeSigns else signs.new_empty(0)
 
 
-@serves(activations.fused_bias_leakyrelu, "mmcv._ext.fused_bias_leakyrelu")
+@computes("mmcv._ext.fused_bias_leakyrelu")
 def fused_bias_leakyrelu(
     input: Tensor,
     bias: Tensor | None,
@@ -68,7 +98,14 @@ def fused_bias_leakyrelu(
     grad: int,
     alpha: float,
     scale: float,
-) -> Any: ...
+) -> Tensor:
+    """Return the activation of ``input + bias``, or the sum times the slope that the result ``refer`` tells."""
+    biased = activate(input, bias)
+    if grad == 0:
+        return activate(biased, None, act=act, alpha=alpha, gain=scale)
+    if grad > 1:
+        return torch.zeros_like(biased)
+    return biased * scale if act == "linear" else torch.where(refer > 0, biased, biased * alpha) * scale
 
 
 @serves(
@@ -110,7 +147,7 @@ def softmax_focal_loss_forward(
 ) -> None: ...
 
 
-@serves(activations.sync_bn_backward_data, "mmcv._ext.sync_bn_backward_data")
+@computes("mmcv._ext.sync_bn_backward_data")
 def sync_bn_backward_data(
     grad_output: Tensor,
     weight: Tensor,
@@ -119,20 +156,26 @@ def sync_bn_backward_data(
     norm: Tensor,
     std: Tensor,
     grad_input: Result,
-) -> None: ...
+) -> Tensor:
+    count = norm.shape[0] * norm.shape[2]
+    mean = torch.addcmul(grad_bias[:, None] / count, norm, grad_weight[:, None] / count)
+    return (grad_output - mean).mul_((weight / std)[:, None])
 
 
-@serves(activations.sync_bn_backward_param, "mmcv._ext.sync_bn_backward_param")
+@computes("mmcv._ext.sync_bn_backward_param")
 def sync_bn_backward_param(
     grad_output: Tensor, norm: Tensor, grad_weight: Result, grad_bias: Result
-) -> None: ...
+) -> tuple[Tensor, Tensor]:
+    grad = grad_output.to(norm.dtype)
+    return (grad * norm).sum((0, 2)), grad.sum((0, 2))
 
 
-@serves(activations.sync_bn_forward_mean, "mmcv._ext.sync_bn_forward_mean")
-def sync_bn_forward_mean(input: Tensor, mean: Result) -> None: ...
+@computes("mmcv._ext.sync_bn_forward_mean")
+def sync_bn_forward_mean(input: Tensor, mean: Result) -> Tensor:
+    return input.to(mean.dtype).mean((0, 2))
 
 
-@serves(activations.sync_bn_forward_output, "mmcv._ext.sync_bn_forward_output")
+@computes("mmcv._ext.sync_bn_forward_output")
 def sync_bn_forward_output(
     input: Tensor,
     mean: Tensor,
@@ -147,15 +190,29 @@ def sync_bn_forward_output(
     eps: float,
     momentum: Any,
     group_size: int,
-) -> None: ...
+) -> tuple[Tensor, ...]:
+    """Return the moving averages, what the backward pass needs, and the result."""
+    std = (var + eps).sqrt()
+    norm = (input - mean[:, None]).div_(std[:, None])
+    output = torch.addcmul(bias[:, None], norm, weight[:, None])
+    count = input.shape[0] * input.shape[2] * group_size
+    unbiased = var * count / (count - 1) if count > 1 else var
+    moving = (
+        momentum * mean + (1 - momentum) * running_mean,
+        momentum * unbiased + (1 - momentum) * running_var,
+    )
+    return *moving, norm, std, output
 
 
-@serves(activations.sync_bn_forward_var, "mmcv._ext.sync_bn_forward_var")
-def sync_bn_forward_var(input: Tensor, mean: Tensor, var: Result) -> None: ...
+@computes("mmcv._ext.sync_bn_forward_var")
+def sync_bn_forward_var(input: Tensor, mean: Tensor, var: Result) -> Tensor:
+    """Return the variance around a mean that may be that of several processes."""
+    own_var, own_mean = torch.var_mean(input.to(var.dtype), (0, 2), correction=0)
+    return own_var + (own_mean - mean).square()
 
 
 @serves(
-    filtered_activations.upfirdn2d,
+    resample,
     "mmcv._ext.upfirdn2d",
     upx="up",
     upy="up",

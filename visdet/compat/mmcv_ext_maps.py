@@ -8,10 +8,10 @@ from visdet import ops
 from visdet.ops.mmcv import label_growth, map_correlation
 
 from . import _mmcv_functions as own
-from ._served import Gradient, GradOutput, OneOf, Result, serves
+from ._served import Gradient, GradOutput, OneOf, Result, computes, serves
 from .msda_ext import ms_deform_attn_forward as attend
 
-PsaType: TypeAlias = Annotated[int, OneOf("collect", "distribute")]
+PsaType: TypeAlias = Annotated[Any, OneOf("collect", "distribute")]
 
 
 @serves(ops.active_rotated_filter, "mmcv._ext.active_rotated_filter_backward", grad_in="input")
@@ -452,8 +452,9 @@ def rotated_feature_align_forward(
 ) -> None: ...
 
 
-@serves(own.tin_shift_back, "mmcv._ext.tin_shift_backward")
-def tin_shift_backward(grad_output: Tensor, shift: Tensor, grad_input: Result) -> None: ...
+@computes("mmcv._ext.tin_shift_backward")
+def tin_shift_backward(grad_output: Tensor, shift: Tensor, grad_input: Result) -> Tensor:
+    return map_correlation.tin_shift(grad_output, -shift)
 
 
 @serves(map_correlation.tin_shift, "mmcv._ext.tin_shift_forward")

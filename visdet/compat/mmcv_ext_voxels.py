@@ -2,16 +2,17 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from visdet import ops
 from visdet.ops.mmcv import sparse_conv, voxels
 
 from . import _mmcv_functions as own
-from ._served import FirstRows, Result, serves
+from ._served import FirstRows, Result, computes, serves
 
 
-@serves(own.voxels_gradient, "mmcv._ext.dynamic_point_to_voxel_backward")
+@computes("mmcv._ext.dynamic_point_to_voxel_backward")
 def dynamic_point_to_voxel_backward(
     grad_feats: Result,
     grad_reduced_feats: Tensor,
@@ -20,7 +21,21 @@ def dynamic_point_to_voxel_backward(
     coors_idx: Tensor,
     reduce_count: Tensor,
     reduce_type: str,
-) -> None: ...
+) -> Tensor:
+    """Return the gradient of the features. The first point with the largest feature of a voxel has its gradient."""
+    inside = (coors_idx >= 0).nonzero()[:, 0]
+    voxel = coors_idx[inside].long()
+    zeros = torch.zeros_like(grad_feats)
+    if reduce_type != "max":
+        grad = grad_reduced_feats[voxel]
+        return zeros.index_copy(
+            0, inside, grad / reduce_count[voxel, None] if reduce_type == "mean" else grad
+        )
+    candidate = torch.where(feats[inside] == reduced_feats[voxel], inside[:, None], len(feats))
+    first = candidate.new_full(reduced_feats.shape, len(feats))
+    first = first.scatter_reduce(0, voxel[:, None].expand_as(candidate), candidate, "amin")
+    padded = torch.nn.functional.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
+    return padded[: len(feats)]
 
 
 @serves(voxels.scatter_to_voxels, "mmcv._ext.dynamic_point_to_voxel_forward")
@@ -33,15 +48,10 @@ def dynamic_voxelize_forward(
 ) -> None: ...
 
 
-@serves(
-    own.biased_indice_conv,
+@computes(
     "mmcv._ext.fused_indice_conv_forward",
     "sparse_conv_ext.fused_indice_conv_fp32",
     "sparse_conv_ext.fused_indice_conv_half",
-    indicePairs="indice_pairs",
-    indiceNum="indice_pair_num",
-    numActOut="num_activate_out",
-    _inverse="inverse",
 )
 def fused_indice_conv_forward(
     features: Tensor,
@@ -52,7 +62,8 @@ def fused_indice_conv_forward(
     numActOut: int,
     _inverse: bool,
     _subM: object,
-) -> Any: ...
+) -> Tensor:
+    return ops.indice_conv(features, filters, indicePairs, indiceNum, numActOut, _inverse) + bias
 
 
 @serves(

@@ -5,7 +5,7 @@ Labels are those of these versions, in which the background is the last class. B
 """
 
 import functools
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +14,10 @@ from visdet import ops
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 from . import _mmcv_functions as own
-from . import mmcv_ext_maps  # noqa: F401  (declares deformable convolution)
-from ._served import SERVED, Gradient, GradOutput, OneOf, Result, gradients_of, serves
+from . import mmcv_ext  # noqa: F401  (declares deformable convolution and nms_match)
+from ._served import SERVED, Gradient, GradOutput, Result, SoftMethod, computes, serves
 from .msda_ext import get_compiler_version
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
-
-
-def _nms(dets: Tensor, iou_thr: float) -> Tensor:
-    return ops.nms(dets[:, :4], dets[:, 4], iou_thr)[1]
-
-
-def _soft_nms(dets: Tensor, iou_thr: float, method: str, sigma: float, min_score: float) -> Tensor:
-    """Return the boxes, their lowered scores and their indices, [N, 6]."""
-    kept, index = ops.soft_nms(dets[:, :4], dets[:, 4], iou_thr, sigma, min_score, method)
-    return torch.cat([kept, index[:, None].to(kept.dtype)], 1)
 
 
 def _roi_align_v1(
@@ -49,50 +39,20 @@ def _roi_align_v2(
     return ops.roi_align(features, rois, output_size, spatial_scale, sample_num, "avg", aligned)
 
 
-def _roi_align_v2_gradient(
-    grad: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    output_size: tuple[int, int],
-    map_size: tuple[int, int, int, int],
-    sample_num: int,
-    aligned: bool,
-) -> Tensor:
-    def pool(features: Tensor) -> Tensor:
-        return _roi_align_v2(features, rois, spatial_scale, output_size, sample_num, aligned)
-
-    return gradients_of("roi_align_ext.backward_v2", pool, [grad.new_zeros(map_size)], [grad])[0]
-
-
 def _focal_loss(input: Tensor, target: Tensor, gamma: float, alpha: float) -> Tensor:
     return ops.sigmoid_focal_loss(input, target, gamma, alpha, None, "none")
 
 
-def _focal_loss_gradient(input: Tensor, target: Tensor, d_loss: Tensor, gamma: float, alpha: float) -> Tensor:
-    def loss(logits: Tensor) -> Tensor:
-        return _focal_loss(logits, target, gamma, alpha)
-
-    return gradients_of("sigmoid_focal_loss_ext.backward", loss, [input], [d_loss])[0]
+@computes("nms_ext.nms")
+def _nms(dets: Tensor, iou_thr: float) -> Tensor:
+    return ops.nms(dets[:, :4], dets[:, 4], iou_thr)[1]
 
 
-def _corner_pool_gradient(mode: str, input: Tensor, grad_output: Tensor) -> Tensor:
-    pool = functools.partial(ops.corner_pool, mode=mode)
-    return gradients_of(f"corner_pool_ext.{mode}_pool_backward", pool, [input], [grad_output])[0]
-
-
-SoftMethod: TypeAlias = Annotated[int, OneOf("naive", "linear", "gaussian")]
-
-
-@serves(_nms, "nms_ext.nms")
-def nms(dets: Tensor, iou_thr: float) -> Any: ...
-
-
-@serves(_soft_nms, "nms_ext.soft_nms")
-def soft_nms(dets: Tensor, iou_thr: float, method: SoftMethod, sigma: float, min_score: float) -> Any: ...
-
-
-@serves(own.nms_match, "nms_ext.nms_match", iou_thr="iou_threshold")
-def nms_match(dets: Tensor, iou_thr: float) -> Any: ...
+@computes("nms_ext.soft_nms")
+def _soft_nms(dets: Tensor, iou_thr: float, method: SoftMethod, sigma: float, min_score: float) -> Tensor:
+    """Return the boxes, their lowered scores and their indices, [N, 6]."""
+    kept, index = ops.soft_nms(dets[:, :4], dets[:, 4], iou_thr, sigma, min_score, method)
+    return torch.cat([kept, index[:, None].to(kept.dtype)], 1)
 
 
 @serves(_roi_align_v1, "roi_align_ext.forward_v1", out_h="output_size", out_w="output_size")
@@ -138,17 +98,18 @@ def forward_v2(
 
 
 @serves(
-    _roi_align_v2_gradient,
+    _roi_align_v2,
     "roi_align_ext.backward_v2",
+    returns=("features",),
     out_h="output_size",
     out_w="output_size",
-    batch="map_size",
-    channels="map_size",
-    height="map_size",
-    width="map_size",
+    batch="features",
+    channels="features",
+    height="features",
+    width="features",
 )
 def backward_v2(
-    grad: Tensor,
+    grad: GradOutput,
     rois: Tensor,
     spatial_scale: float,
     out_h: int,
@@ -192,9 +153,9 @@ def sigmoid_focal_loss_forward(
 ) -> Any: ...
 
 
-@serves(_focal_loss_gradient, "sigmoid_focal_loss_ext.backward")
+@serves(_focal_loss, "sigmoid_focal_loss_ext.backward", returns=("input",))
 def sigmoid_focal_loss_backward(
-    input: Tensor, target: Tensor, d_loss: Tensor, num_classes: object, gamma: float, alpha: float
+    input: Tensor, target: Tensor, d_loss: GradOutput, num_classes: object, gamma: float, alpha: float
 ) -> Any: ...
 
 
@@ -278,9 +239,11 @@ SERVED["compiling_info"] = {
     "get_compiler_version": get_compiler_version,
     "get_compiling_cuda_version": get_compiling_cuda_version,
 }
-SERVED["corner_pool_ext"] = {}
 for _mode in ("top", "bottom", "left", "right"):
-    SERVED["corner_pool_ext"] |= {
-        f"{_mode}_pool_forward": functools.partial(ops.corner_pool, mode=_mode),
-        f"{_mode}_pool_backward": functools.partial(_corner_pool_gradient, _mode),
-    }
+    _pool = functools.partial(ops.corner_pool, mode=_mode)
+
+    @serves(_pool, f"corner_pool_ext.{_mode}_pool_forward")
+    def _pool_forward(x: Tensor) -> Any: ...
+
+    @serves(_pool, f"corner_pool_ext.{_mode}_pool_backward", returns=("x",))
+    def _pool_backward(x: Tensor, grad_output: GradOutput) -> Any: ...

@@ -18,40 +18,9 @@ from visdet.ops.mmcv import point_gathering, point_sets
 
 from . import _mmcv_functions as own
 from . import boxes_ext, mmcv_ext_voxels, views_ext  # noqa: F401  (declare the other extensions)
-from ._served import SERVED, Gradient, GradOutput, Result, gradients_of, serves
+from ._served import SERVED, Gradient, GradOutput, Result, computes, gradients_of, serves
 
 _ball_query = functools.partial(ops.ball_query, 0)  # from the radius 0
-
-
-def _sample_stacked(points: Tensor, counts: Tensor, sampled: Tensor) -> Tensor:
-    """Return the indices, among all points, of the points that are sampled of each cloud."""
-    starts = (counts.cumsum(0) - counts).tolist()
-    found = [
-        ops.furthest_point_sample(cloud[None], count)[0] + start
-        for cloud, count, start in zip(points.split(counts.tolist()), sampled.tolist(), starts, strict=True)
-    ]
-    return torch.cat(found)
-
-
-def _three_of_stacked(
-    unknown: Tensor, unknown_counts: Tensor, known: Tensor, known_counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the squared distances of the three nearest points in the same cloud, and their indices among all."""
-    starts = (known_counts.cumsum(0) - known_counts).tolist()
-    clouds = zip(
-        unknown.split(unknown_counts.tolist()), known.split(known_counts.tolist()), starts, strict=True
-    )
-    found = [(own.three_nn(one[None], other[None]), start) for one, other, start in clouds]
-    return torch.cat([pair[0][0] for pair, _ in found]), torch.cat(
-        [pair[1][0] + start for pair, start in found]
-    )
-
-
-def _places_in_groups(group_inds: Tensor) -> Tensor:
-    """Return how many equal numbers stand before each number."""
-    ordered, order = group_inds.sort(stable=True)
-    places = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
-    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def _interpolate_stacked(features: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
@@ -70,11 +39,6 @@ def _gradient(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return gradients_of("pointnet2_ops._ext", of_features, [zeros], [grad])[0]
 
     return gradient
-
-
-def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (index1, distance1), (index2, distance2) = ops.knn(1, xyz2, xyz1), ops.knn(1, xyz1, xyz2)
-    return distance1[..., 0], distance2[..., 0], index1[..., 0], index2[..., 0]
 
 
 @serves(ops.assign_score_withk, "assign_score_withk_ext.assign_score_withk_forward_wrapper")
@@ -273,10 +237,15 @@ def stack_ball_query_wrapper(
 ) -> None: ...
 
 
-@serves(_sample_stacked, "pointnet2_stack_cuda.stack_farthest_point_sampling_wrapper")
-def stack_farthest_point_sampling_wrapper(
-    points: Tensor, temp: object, counts: Tensor, idx: Result, sampled: Tensor
-) -> None: ...
+@computes("pointnet2_stack_cuda.stack_farthest_point_sampling_wrapper")
+def _sample_stacked(points: Tensor, temp: object, counts: Tensor, idx: Result, sampled: Tensor) -> Tensor:
+    """Return the indices, among all points, of the points that are sampled of each cloud."""
+    starts = (counts.cumsum(0) - counts).tolist()
+    found = [
+        ops.furthest_point_sample(cloud[None], count)[0] + start
+        for cloud, count, start in zip(points.split(counts.tolist()), sampled.tolist(), starts, strict=True)
+    ]
+    return torch.cat(found)
 
 
 @serves(ops.stack_group_points, "pointnet2_stack_cuda.group_points_wrapper")
@@ -308,10 +277,19 @@ def group_points_grad_wrapper(
 ) -> None: ...
 
 
-@serves(_three_of_stacked, "pointnet2_stack_cuda.three_nn_wrapper")
-def stack_three_nn_wrapper(
+@computes("pointnet2_stack_cuda.three_nn_wrapper")
+def _three_of_stacked(
     unknown: Tensor, unknown_counts: Tensor, known: Tensor, known_counts: Tensor, dist2: Result, idx: Result
-) -> None: ...
+) -> tuple[Tensor, Tensor]:
+    """Return the squared distances of the three nearest points in the same cloud, and their indices among all."""
+    starts = (known_counts.cumsum(0) - known_counts).tolist()
+    clouds = zip(
+        unknown.split(unknown_counts.tolist()), known.split(known_counts.tolist()), starts, strict=True
+    )
+    found = [(own.three_nn(one[None], other[None]), start) for one, other, start in clouds]
+    return torch.cat([pair[0][0] for pair, _ in found]), torch.cat(
+        [pair[1][0] + start for pair, start in found]
+    )
 
 
 @serves(_interpolate_stacked, "pointnet2_stack_cuda.three_interpolate_wrapper")
@@ -348,12 +326,18 @@ def three_interpolate(features: Tensor, indices: Tensor, weight: Tensor) -> Any:
 def three_nn(unknown: Tensor, known: Tensor) -> Any: ...
 
 
-@serves(_places_in_groups, "ingroup_inds_cuda.forward")
-def ingroup_inds_forward(group_inds: Tensor, out_inds: Result) -> None: ...
+@computes("ingroup_inds_cuda.forward")
+def _places_in_groups(group_inds: Tensor, out_inds: Result) -> Tensor:
+    """Return how many equal numbers stand before each number."""
+    ordered, order = group_inds.sort(stable=True)
+    places = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
-@serves(_chamfer, "chamfer.forward")
-def chamfer_forward(xyz1: Tensor, xyz2: Tensor) -> Any: ...
+@computes("chamfer.forward")
+def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (index1, distance1), (index2, distance2) = ops.knn(1, xyz2, xyz1), ops.knn(1, xyz1, xyz2)
+    return distance1[..., 0], distance2[..., 0], index1[..., 0], index2[..., 0]
 
 
 @serves(
