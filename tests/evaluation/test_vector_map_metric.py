@@ -4,7 +4,6 @@ import driving_frames
 import numpy as np
 import pytest
 
-from visdet.evaluation.vector_map_metric import match_lines
 from visdet.structures.polylines import resample
 
 CLASSES = ("ped_crossing", "divider", "boundary")
@@ -37,12 +36,12 @@ def test_thresholds():
 
 
 def test_the_best_takes_the_line():
-    truth = np.stack([resample(straight(x), 20) for x in (0, 5)])
-    lines = np.stack([resample(straight(x), 20) for x in (0.4, 0.1, 5.2, 9.0)])
-    right = match_lines(lines, np.array([0.9, 0.5, 0.8, 0.7]), truth, (0.15, 0.5))
-    assert right.tolist() == [[False, True, False, False], [True, False, True, False]]
-    assert match_lines(lines[:0], np.zeros(0), truth, (0.5, 1)).shape == (2, 0)
-    assert not match_lines(lines, np.ones(4), truth[:0], (0.5,)).any()
+    """Of lines that are nearest to one true line, that with the highest score takes it, if it is near enough."""
+    lines = [straight(x) for x in (0.4, 0.1, 5.2, 9.0)]
+    frame = ([straight(0), straight(5)], [1, 1], lines, [0.9, 0.5, 0.8, 0.7], [1] * 4)
+    metrics = evaluate([frame], thresholds=(0.15,))
+    assert metrics["divider_AP"] == pytest.approx(1 / 8)  # the second line alone, behind three wrong ones
+    assert evaluate([frame], thresholds=(0.5,))["divider_AP"] == pytest.approx(1)
 
 
 def test_direction_and_points_do_not_matter():

@@ -13,9 +13,11 @@ from visdet.structures.rotated_boxes import boxes_to_polygons
 
 from .box_evaluation import MAX_DETS_OF_AP, BoxEvaluation
 from .coco_metric import CocoMetric, Iou
-from .precision_recall import CurveReport, Found, found_in_images, report_of
+from .nearest_matches import Nearest
+from .precision_recall import CurveReport, found_in_images, report_of
 
 _SHOWN = (0.5, 0.75)
+_RECALLS = np.arange(0.0, 1.1, 0.1)
 
 
 @METRICS.register_module()
@@ -102,54 +104,15 @@ class DOTAMetric(CocoMetric):
         least = min(self.iou_thrs)
         images = found_in_images(truth, detections, num_images, len(classes), _iou, least, box_dim=8)
         report = report_of(images, classes, f"rotated IoU {least:g}")
-        predicted, ious, truths, is_difficult = _closest(images)
-        precisions = np.empty((len(self.iou_thrs), len(classes)))
-        for row, iou in zip(precisions, self.iou_thrs, strict=True):
-            hits = np.flatnonzero(ious > iou)
-            is_right = np.zeros(len(ious), bool)
-            is_right[hits[np.unique(truths[hits], return_index=True)[1]]] = True
-            counts = np.ones(len(ious), bool)
-            counts[hits] = ~is_difficult[truths[hits]]
-            for label, curve in enumerate(report.classes.values()):
-                of_class = is_right[counts & (predicted == label)]
-                row[label] = _average_precision(of_class, curve["num_truths"], self.eval_mode)
-        of_all_boxes = precisions[:, None, :, None, None]
-        return BoxEvaluation(of_all_boxes, np.empty(0), self.iou_thrs, [MAX_DETS_OF_AP]), report
+        nearest, num_truths = Nearest.of(images), [curve["num_truths"] for curve in report.classes.values()]
+        recalls = _RECALLS if self.eval_mode == "11points" else None
+        rows = [nearest.precisions(nearest.closeness > iou, num_truths, recalls) for iou in self.iou_thrs]
+        precisions = np.where(num_truths, rows, -1.0)
+        return BoxEvaluation(
+            precisions[:, None, :, None, None], np.empty(0), self.iou_thrs, [MAX_DETS_OF_AP]
+        ), report
 
 
 def _iou(boxes: np.ndarray, true_boxes: np.ndarray, is_crowd: Sequence[bool]) -> np.ndarray:
     """Return the IoU [m, n] of polygons [m, 8] and [n, 8], whether they are difficult or not."""
     return OPS.get("box_iou_quadri")(torch.from_numpy(boxes), torch.from_numpy(true_boxes)).numpy()
-
-
-def _closest(images: Sequence[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what each detection overlaps most, the highest score first.
-
-    Returns:
-        the class [m] of each detection; its greatest IoU [m] with a true box of its class; the position [m] of that
-        among all true boxes, which has no meaning if the IoU is 0; and whether each true box is difficult, bool [n].
-    """
-    ious, truths = [], []
-    num_before = 0
-    for image in images:
-        overlap = np.where(image.predicted[:, None] == image.labels, image.closeness(), 0.0)
-        overlap = np.pad(overlap, ((0, 0), (0, 1)))  # with nothing, so that there is a greatest one
-        ious.append(overlap.max(axis=1))
-        truths.append(num_before + overlap.argmax(axis=1))
-        num_before += len(image.labels)
-    order = np.argsort(-np.concatenate([image.scores for image in images]), kind="stable")
-    predicted = np.concatenate([image.predicted for image in images])
-    is_difficult = np.concatenate([image.is_crowd for image in images])
-    return predicted[order], np.concatenate(ious)[order], np.concatenate(truths)[order], is_difficult
-
-
-def _average_precision(is_right: np.ndarray, num_truths: int, mode: str) -> float:
-    """Return the AP of detections [m], the highest score first, or -1 if there are no true boxes."""
-    if not num_truths:
-        return -1.0
-    right = np.cumsum(is_right)
-    recall, precision = right / num_truths, right / np.arange(1, len(right) + 1)
-    greatest = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
-    if mode == "area":
-        return float(np.diff(recall, prepend=0) @ greatest[:-1])
-    return float(greatest[np.searchsorted(recall, np.arange(0.0, 1.1, 0.1))].mean())

@@ -13,9 +13,8 @@ from visdet.structures.polylines import resample
 from visdet.structures.tables import summary_line, table_of
 
 from .driving_metric import DrivingMetric, as_array
-from .precision_recall import CurveReport, score_curve
-
-_EPSILON = np.finfo(np.float32).eps
+from .nearest_matches import Nearest
+from .precision_recall import CurveReport, Found, score_curve
 
 
 @METRICS.register_module()
@@ -79,42 +78,35 @@ class VectorMapMetric(DrivingMetric):
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP and the AP of each class."""
         classes = self.classes or self.dataset_meta["map_classes"]
-        sampled = []
-        for frame in results:
-            truth = _resample_all(frame["gt_lines"], self.num_points)
-            lines = _resample_all(frame["lines"], self.num_points)
-            sampled.append(frame | {"gt_lines": truth, "lines": lines})
+        frames = [self._found(frame) for frame in results]
+        nearest = Nearest.of(frames)
+        labels = np.concatenate([np.zeros(0, int), *(frame.labels for frame in frames)])
+        num_truths = [int((labels == label).sum()) for label in range(len(classes))]
+        are_near = [-nearest.closeness <= threshold for threshold in self.thresholds]
+        precisions = [nearest.precisions(is_near, num_truths) for is_near in are_near]
         middle = len(self.thresholds) // 2
+        right = nearest.are_right(are_near[middle])
         curves, rows = {}, {}
         for label, name in enumerate(classes):
-            scores, hits, num_truths = self._hits(sampled, label)
-            curves[name] = score_curve(scores, hits[middle], num_truths)
-            precisions = _precisions(scores, hits, num_truths)
-            rows[name] = {"lines": num_truths} | {
-                f"AP@{threshold}": value for threshold, value in zip(self.thresholds, precisions, strict=True)
+            mine = nearest.predicted == label
+            curves[name] = score_curve(nearest.scores[mine], right[mine], num_truths[label])
+            values = [of_classes[label] for of_classes in precisions]
+            rows[name] = {"lines": num_truths[label]} | {
+                f"AP@{threshold}": value for threshold, value in zip(self.thresholds, values, strict=True)
             }
-            rows[name]["AP"] = float(np.mean(precisions))
+            rows[name]["AP"] = float(np.mean(values))
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
         summary = {"mAP": float(np.mean([row["AP"] for row in rows.values()]))}
         print_log(table_of(rows) + summary_line(summary), logger="current")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
-    def _hits(self, frames: list[dict], label: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the scores [m] of a class, whether each is right at each threshold [T, m], and the number of lines."""
-        num_truths, scores, hits = 0, [np.zeros(0)], [np.zeros((len(self.thresholds), 0), dtype=bool)]
-        for frame in frames:
-            truth = frame["gt_lines"][frame["gt_labels"] == label]
-            mine = frame["labels"] == label
-            num_truths += len(truth)
-            scores.append(frame["scores"][mine])
-            hits.append(match_lines(frame["lines"][mine], frame["scores"][mine], truth, self.thresholds))
-        return np.concatenate(scores), np.concatenate(hits, axis=1), num_truths
-
-
-def _precisions(scores: np.ndarray, hits: np.ndarray, num_truths: int) -> list[float]:
-    """Return the AP of one class at each threshold, given what ``_hits`` returns."""
-    order = np.argsort(-scores, kind="stable")
-    return [area_under_curve(row[order], num_truths) for row in hits]
+    def _found(self, frame: dict[str, Any]) -> Found:
+        """Return the lines of a frame, whose closeness is the negative distance."""
+        truth, lines = (_resample_all(frame[key], self.num_points) for key in ("gt_lines", "lines"))
+        is_same = frame["labels"][:, None] == frame["gt_labels"]
+        distances = _distances(lines, truth, max(self.thresholds), is_same)
+        is_crowd = np.zeros(len(truth), dtype=bool)
+        return Found(frame["gt_labels"], frame["labels"], frame["scores"], (-distances).copy, is_crowd)
 
 
 def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -124,37 +116,16 @@ def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.nda
     return [line for line, keep in zip(arrays, is_line, strict=True) if keep], is_line
 
 
-def match_lines(
-    lines: np.ndarray, scores: np.ndarray, truth: np.ndarray, thresholds: Sequence[float]
-) -> np.ndarray:
-    """Return whether each line is right at each threshold, bool [T, m].
+def _distances(lines: np.ndarray, truth: np.ndarray, reach: float, is_same: np.ndarray) -> np.ndarray:
+    """Return the Chamfer distances [m, n] of lines [m, P, 2] and [n, P, 2].
 
-    Of the lines that are nearest to the same true line, only the one with the highest score can be right.
-
-    Args:
-        lines: [m, P, 2]. scores: [m]. truth: [n, P, 2]. thresholds: T Chamfer distances.
+    They are infinite if bounding boxes are farther apart than ``reach``, or where ``is_same`` [m, n] is False.
     """
-    right = np.zeros((len(thresholds), len(lines)), dtype=bool)
-    if not len(lines) or not len(truth):
-        return right
-    distances = _distances(lines, truth, max(thresholds))
-    nearest, distance = distances.argmin(axis=1), distances.min(axis=1)
-    for row, threshold in zip(right, thresholds, strict=True):
-        free = np.ones(len(truth), dtype=bool)
-        for line in np.argsort(-scores, kind="stable"):
-            if distance[line] <= threshold and free[nearest[line]]:
-                free[nearest[line]] = False
-                row[line] = True
-    return right
-
-
-def _distances(lines: np.ndarray, truth: np.ndarray, reach: float) -> np.ndarray:
-    """Return the Chamfer distances [m, n]. They are infinite if bounding boxes are farther apart than ``reach``."""
     low, high = lines.min(axis=1)[:, None], lines.max(axis=1)[:, None]
     truth_low, truth_high = truth.min(axis=1)[None], truth.max(axis=1)[None]
     gap = np.maximum(np.maximum(low - truth_high, truth_low - high), 0)
     distances = np.full((len(lines), len(truth)), np.inf)
-    for i, j in zip(*np.nonzero(np.linalg.norm(gap, axis=-1) <= reach), strict=True):
+    for i, j in zip(*np.nonzero(is_same & (np.linalg.norm(gap, axis=-1) <= reach)), strict=True):
         distances[i, j] = chamfer_distance(lines[i], truth[j])
     return distances
 
@@ -166,15 +137,6 @@ def chamfer_distance(line: np.ndarray, other: np.ndarray) -> float:
 
     between = cdist(line, other)
     return float((between.min(axis=1).mean() + between.min(axis=0).mean()) / 2)
-
-
-def area_under_curve(is_right: np.ndarray, num_truths: int) -> float:
-    """Return the area under the precision over the recall of predictions [m], the highest score first."""
-    found = np.cumsum(is_right)
-    recall = np.concatenate([[0.0], found / max(num_truths, _EPSILON), [1.0]])
-    precision = np.concatenate([[0.0], found / np.arange(1, len(found) + 1), [0.0]])
-    falling = np.maximum.accumulate(precision[::-1])[::-1]
-    return float(np.sum(np.diff(recall) * falling[1:]))
 
 
 def _resample_all(lines: Sequence[np.ndarray], num_points: int) -> np.ndarray:
