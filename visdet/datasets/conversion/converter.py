@@ -5,6 +5,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from visdet.checks.arguments import Share, checked
 from visdet.errors import InvalidInputError, MissingFileError, UserError, listed
 from visdet.files.images import extra_frames, open_image, sizes_of
 from visdet.files.writing import write_atomically
-from visdet.structures.coco_json import uncrossed
+from visdet.structures.coco_json import corners_of, enclosing_bbox, uncrossed
 
 from .coco_files import MAKER, is_ours, read_coco
 from .csv_tables import read_csv
@@ -31,6 +32,7 @@ _READERS = {
     "label-studio": read_label_studio,
 }
 FORMATS = tuple(_READERS)
+_NUMBERS_OF_CORNERS = 4  # of an upright box
 _Sized = tuple[Picture, tuple[int, int]]  # a picture and its (width, height)
 _Remarks = defaultdict[str, list[str]]  # see LeftOut.remarks
 
@@ -191,26 +193,31 @@ def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path, remarks: _R
     for picture, (width, height) in images:
         name = os.path.relpath(picture.path, root)
         rows.append({"id": len(rows) + 1, "file_name": name, "width": width, "height": height})
-        x_scale, y_scale = (width, height) if picture.is_relative else (1, 1)
-        for label, (x1, y1, x2, y2), others in picture.boxes:
-            w, h = (x2 - x1) * x_scale, (y2 - y1) * y_scale
+        scales = (width, height) if picture.is_relative else (1, 1)
+        for label, points, others in picture.boxes:
+            points = [side * scale for side, scale in zip(points, cycle(scales), strict=False)]
+            bbox = enclosing_bbox(points)
+            if len(points) == _NUMBERS_OF_CORNERS:  # which may be in the wrong order
+                x1, y1, x2, y2 = points
+                bbox = [x1, y1, x2 - x1, y2 - y1]
             annotation = {
                 "id": len(annotations) + 1,
                 "image_id": len(rows),
                 "category_id": numbers[label],
-                "bbox": [x1 * x_scale, y1 * y_scale, w, h],
-                "area": w * h,
+                "bbox": bbox,
+                "area": bbox[2] * bbox[3],
                 "iscrowd": 0,
+                **others,
             }
-            scales = (x_scale, y_scale) * 4
-            for outline in others.get("segmentation", ()):
-                given = [side * scale for side, scale in zip(outline, scales, strict=True)]
-                outline[:] = uncrossed(given)
-                if outline != given:
+            given = corners_of({"segmentation": [points], **others})
+            if given:
+                corners = uncrossed(given)
+                annotation["segmentation"] = [corners]
+                if corners != given:
                     remarks["outlines that cross themselves, whose corners are put in order"].append(
                         f"id {annotation['id']} in {name}"
                     )
-            annotations.append(annotation | others)
+            annotations.append(annotation)
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     info = {"description": MAKER}
     return {"info": info, "categories": categories, "images": rows, "annotations": annotations}

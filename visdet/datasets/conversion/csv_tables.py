@@ -4,7 +4,7 @@ import csv
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .source import Picture, Source, checked_corners, counted, files_below, text_of
+from .source import Picture, Source, checked_box, counted, files_below, text_of
 
 _COLUMNS = {
     "image": ("image", "filename", "image_path", "file", "path", "file_name", "image_id"),
@@ -49,6 +49,6 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
                 width, height = (float(row[column] or 0) for column in sizes)  # type: ignore[index]
                 pictures[image].size = (width, height)
             if any(sides):  # An image without boxes has a row without numbers.
-                corners = checked_corners([float(side.replace(",", ".")) for side in sides])
-                pictures[image].boxes.append((label, corners, {}))
+                corners = [side.replace(",", ".") for side in sides]
+                pictures[image].boxes.append(checked_box(label, corners))
     return pictures.values()

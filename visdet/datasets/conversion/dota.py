@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from .source import Box, Picture, Source, files_below, outlined
+from .source import Box, Picture, Source, checked_box, files_below
 
 # The folders of DOTA, and of the tiles that mmrotate cuts from it.
 _FOLDERS = ("labelTxt", "annfiles")
@@ -29,5 +29,4 @@ def _box(words: list[str]) -> Box:
     *points, label, difficult = words
     if len(points) != 8:
         raise ValueError("an object has x1 y1 x2 y2 x3 y3 x4 y4 class difficult")
-    corners, others = outlined(list(map(float, points)))
-    return label, corners, others | {"ignore": int(difficult != "0")}
+    return checked_box(label, points, ignore=int(difficult != "0"))

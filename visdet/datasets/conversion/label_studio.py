@@ -12,7 +12,7 @@ from visdet.files.images import PICTURE_SUFFIXES
 from visdet.structures.coco_json import read_json
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
-from .source import Picture, Source, counted, files_below, outlined
+from .source import Picture, Source, checked_box, counted, files_below
 
 
 def is_label_studio(file: Path) -> bool:
@@ -38,7 +38,7 @@ def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
                 raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")
             value, size = item["value"], (item["original_width"], item["original_height"])
             picture.size = size
-            picture.boxes.append((value["rectanglelabels"][0], *outlined(_points_of(value, size))))
+            picture.boxes.append(checked_box(value["rectanglelabels"][0], _points_of(value, size)))
     return picture
 
 

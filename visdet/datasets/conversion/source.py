@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,6 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 
 _SPLIT = re.compile(r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])")
-_NUMBERS_OF_TURNED_BOX = 8
 _LEAST_FOLDERS = (
     2  # that the end of a path of another computer must name, so that it is not taken for another folder
 )
@@ -33,9 +32,9 @@ class Picture:
     Attributes:
         path: the file. split: 'train', 'val', 'test', or '' if the data set does not say it.
         size: the (width, height) that the annotations give, if they do.
-        boxes: for each object its class, its corners (x1, y1, x2, y2) and other entries of its annotation, such as the
-            ``segmentation`` of a turned box.
-        is_relative: whether the corners are fractions of the width and the height.
+        boxes: for each object its class, its corners (x1, y1, x2, y2) or the points (x1, y1, x2, y2, x3, ...) of its
+            outline, and other entries of its annotation. An outline of four points is that of a turned box.
+        is_relative: whether the points are fractions of the width and the height.
     """
 
     path: Path
@@ -237,19 +236,13 @@ def text_of(file: Path, errors: str = "strict") -> str:
         raise InvalidInputError(f"{file} is neither in UTF-8 nor in UTF-16: {error}") from error
 
 
-def outlined(points: Sequence[float]) -> tuple[list[float], dict[str, Any]]:
-    """Return the corners (x1, y1, x2, y2) around an outline (x1, y1, x2, y2, ...), and the entries that it gives.
+def checked_box(label: str, points: Iterable[float | str], **others: Any) -> Box:
+    """Return a box of a class with its points (x1, y1, x2, y2, ...), all of which must be finite; see :class:`Picture`.
 
-    An outline of four points is that of a turned box.
+    Args:
+        label: the class. points: numbers or texts. others: other entries of the annotation.
     """
-    points = checked_corners(points)
-    xs, ys = points[::2], points[1::2]
-    is_turned_box = len(points) == _NUMBERS_OF_TURNED_BOX
-    return [min(xs), min(ys), max(xs), max(ys)], {"segmentation": [points]} if is_turned_box else {}
-
-
-def checked_corners(corners: Sequence[float]) -> list[float]:
-    """Return the corners of a box, all of which must be finite."""
-    if not all(map(math.isfinite, corners)):
-        raise ValueError(f"the box has numbers that are not finite: {listed(corners)}")
-    return list(corners)
+    numbers = list(map(float, points))
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"the box has numbers that are not finite: {listed(numbers)}")
+    return label, numbers, others

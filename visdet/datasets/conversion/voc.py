@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from xml.etree import ElementTree
 
-from .source import Picture, Source, checked_corners, counted, files_below, text_of
+from .source import Picture, Source, checked_box, counted, files_below, text_of
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -33,8 +33,7 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
         label = item.findtext("name") or ""
         what = f"{file}: an object {label} has no bndbox of four numbers"
         with counted(source.left_out.boxes, what):
-            found = (item.findtext(f"bndbox/{side}") for side in _SIDES)
-            corners = checked_corners([float(value or "nothing") for value in found])
+            corners = [item.findtext(f"bndbox/{side}") or "nothing" for side in _SIDES]
             others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
-            picture.boxes.append((label, corners, others))
+            picture.boxes.append(checked_box(label, corners, **others))
     return picture

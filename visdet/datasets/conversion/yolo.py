@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
-from .source import Box, Picture, Source, checked_corners, files_below, outlined, pictures_below, text_of
+from .source import Box, Picture, Source, checked_box, files_below, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
@@ -127,16 +127,12 @@ def _label_of(image: Path) -> Path:
 
 
 def _box(words: list[str], names: dict[int, Any], has_outlines: bool) -> Box:
-    """Return the class and the corners of a box, which are fractions of the width and the height.
-
-    An outline of four points stays, which may be that of a turned box.
-    """
-    kind, *values = map(float, words)
-    x, y, w, h = values[:4]
-    corners = checked_corners([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
-    others: dict[str, Any] = {}
+    """Return a box, whose points are fractions of the width and the height."""
+    kind, *points = map(float, words)
+    x, y, w, h = points[:4]
     # A box encloses an outline, and stands before key points.
-    if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
-        # A number after the last pair is a score.
-        corners, others = outlined(values[: len(values) // 2 * 2])
-    return str(names[int(kind)]), corners, others
+    if has_outlines and len(points) >= _LEAST_OF_OUTLINE:
+        points = points[: len(points) // 2 * 2]  # A number after the last pair is a score.
+    else:
+        points = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
+    return checked_box(str(names[int(kind)]), points)
