@@ -8,6 +8,8 @@ import sys
 from collections import namedtuple
 
 import pytest
+import torch
+from mmengine.optim import OptimWrapper
 from programs import ROOT
 from toy_detection import ToyBoxes
 from toy_run import error_of, toy_config
@@ -21,6 +23,7 @@ PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
 FFN = {"_delete_": True, "type": "FFN"}
 COCO = {"_delete_": True, "type": "CocoMetric"}
 AMP = {"_delete_": True, "type": "AmpOptimWrapper", "optimizer": {"type": "SGD", "lr": 1}}
+WRAPPER = OptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1))
 MULTI_STEP = {"type": "MultiStepLR", "by_epoch": False}
 
 
@@ -94,6 +97,7 @@ def message_of(tmp_path, **options) -> str:
             "optim_wrapper.optimizer 'weight_deacy'",
         ),
         ({"optim_wrapper": {**AMP, "dtype": "float8"}}, "optim_wrapper dtype 'float8'"),
+        ({"optim_wrapper": {"_delete_": True, "head": WRAPPER}}, "optim_wrapper one optimizer"),
         ({"log_level": "1x"}, "log_level '1x'"),
         ({"val_evaluator__type": "ToyAcuracy"}, "'ToyAcuracy' visdet::metric"),
         ({"val_evaluator": {**COCO, "proposal_nums": 7}}, "val_evaluator proposal_nums"),

@@ -3,7 +3,6 @@
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +39,12 @@ from visdet.registry import (
 )
 
 from .config.build_errors import build_model, building
+from .config.checks import given_schedules
 from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .optim.optim_wrapper import OptimWrapper
-from .optim.wrappers import optimizers_of, wrappers_of
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment
@@ -167,34 +166,18 @@ def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Mod
         return MODEL_WRAPPERS.build(wrapper, default_args={"module": model})
 
 
-def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> Any:
-    """Return the schedules as a list, or as a dict of lists by the names of the optimizers. None means no schedules.
-
-    A schedule without an end ends with training.
-    """
-    given = cfg.get("param_scheduler")
-    if given is None:
-        return None
-
-    def built(schedules: Any, wrapper: Any) -> list[_ParamScheduler]:
-        result = []
-        for schedule in schedules if isinstance(schedules, Sequence) else [schedules]:
+def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> list[_ParamScheduler]:
+    """Return the schedules of a run. A schedule without an end ends with training."""
+    built = []
+    defaults = {"optimizer": optim_wrapper, "epoch_length": len(loop.dataloader)}
+    with building(cfg, "param_scheduler"):
+        for schedule in given_schedules(cfg):
             if isinstance(schedule, dict):
                 end = loop.max_epochs if schedule.get("by_epoch", True) else loop.max_iters
                 end = max(end, schedule.get("begin", 0) + 1)  # A run may be shortened for a trial.
-                defaults = {"optimizer": wrapper, "epoch_length": len(loop.dataloader)}
                 schedule = PARAM_SCHEDULERS.build({"end": end, **schedule}, default_args=defaults)
-            result.append(schedule)
-        return result
-
-    with building(cfg, "param_scheduler"):
-        if not isinstance(optim_wrapper, OptimWrapperDict):
-            return built(given, optim_wrapper)
-        by_name = given if isinstance(given, dict) and "type" not in given else None
-        return {
-            name: built(given if by_name is None else by_name[name], wrapper)
-            for name, wrapper in optim_wrapper.items()
-        }
+            built.append(schedule)
+    return built
 
 
 def check_before_data(runner: Any, *stages: str) -> None:
@@ -212,6 +195,10 @@ def check_before_data(runner: Any, *stages: str) -> None:
     if "train" in stages:
         with building(cfg, "optim_wrapper"):
             runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+            if isinstance(runner.optim_wrapper, OptimWrapperDict):
+                raise ConfigError(
+                    "optim_wrapper must be that of one optimizer, which may have groups of parameters"
+                )
             _check_parameters(runner.optim_wrapper, runner.model)
         check_monitored(runner)
 
@@ -219,13 +206,12 @@ def check_before_data(runner: Any, *stages: str) -> None:
 def _check_parameters(optim_wrapper: Any, model: nn.Module) -> None:
     """Refuse an optimizer that the config gives as an object and that trains other parameters than the model's."""
     own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers_of(optim_wrapper).values():
-        for group in optimizer.param_groups:
-            if any(id(parameter) not in own for parameter in group["params"]):
-                raise ConfigError(
-                    "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the "
-                    "model as an object, too, or the optimizer as a dict"
-                )
+    for group in optim_wrapper.optimizer.param_groups:
+        if any(id(parameter) not in own for parameter in group["params"]):
+            raise ConfigError(
+                "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the "
+                "model as an object, too, or the optimizer as a dict"
+            )
 
 
 def let_updates_average(optim_wrapper: Any, model: nn.Module) -> None:
@@ -241,12 +227,11 @@ def scale_learning_rate(runner: Any, optim_wrapper: Any, options: dict) -> None:
     """
     if not options.get("enable"):
         return
-    for wrapper in wrappers_of(optim_wrapper).values():
-        images = runner.world_size * runner.train_dataloader.batch_sampler.batch_size
-        ratio = images * wrapper._accumulative_counts / options["base_batch_size"]
-        for group in wrapper.optimizer.param_groups:
-            group["lr"] = group["lr"] * ratio
-        runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")
+    images = runner.world_size * runner.train_dataloader.batch_sampler.batch_size
+    ratio = images * optim_wrapper._accumulative_counts / options["base_batch_size"]
+    for group in optim_wrapper.optimizer.param_groups:
+        group["lr"] *= ratio
+    runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")
 
 
 def initialize_weights(cfg: Config, model: Any) -> None:

@@ -10,7 +10,7 @@ from mmengine.hooks import CheckpointHook, EarlyStoppingHook
 
 from visdet.errors import ConfigError
 
-from .config.checks import schedules_of
+from .config.checks import given_schedules
 from .errors import nearest_names
 
 
@@ -46,8 +46,8 @@ def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
                     yield "save_best of the checkpoint hook", name
         elif isinstance(hook, EarlyStoppingHook):
             yield "monitor of EarlyStoppingHook", hook.monitor
-    for schedule in schedules_of(runner.cfg.get("param_scheduler")):
-        if "ReduceOnPlateau" in str(schedule.get("type")):
+    for schedule in given_schedules(runner.cfg):
+        if isinstance(schedule, dict) and "ReduceOnPlateau" in str(schedule.get("type")):
             yield f"param_scheduler: monitor of {schedule['type']}", schedule.get("monitor", "loss")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from visdet.execution.staged_detector import has_stages
 
 from .optim.optim_wrapper import OptimWrapper
-from .optim.wrappers import unwrapped, wrappers_of
+from .optim.wrappers import unwrapped
 
 Run = Callable[[Tensor, Sequence[Any], Any], tuple[Any, Any]]
 
@@ -43,10 +43,7 @@ class StagedModel:
                 losses = self.model(**module.data_preprocessor(data, True), mode=self.losses)
             total, log = module.parse_losses(losses)
             optim_wrapper.update_params(total)
-        own = [
-            wrapper for wrapper in wrappers_of(optim_wrapper).values() if isinstance(wrapper, OptimWrapper)
-        ]
-        return {**log, **{name: norm for wrapper in own for name, norm in wrapper.take_grad_norm().items()}}
+        return log | optim_wrapper.take_grad_norm() if isinstance(optim_wrapper, OptimWrapper) else log
 
     def test_step(self, data: Any, step: str = "test_step") -> list[Any]:
         """Return the predictions for a collated batch. ``step`` is what a model without stages is asked."""

@@ -36,7 +36,7 @@ from .graphs.methods import graphs_for, share_gradients
 from .graphs.planned import prepare_sizes
 from .late_numbers import LateNumbers
 from .loops import EvaluationLoop, TrainLoop, stop_workers
-from .optim.wrappers import optimizers_of, unwrapped
+from .optim.wrappers import unwrapped
 from .process.compilations import compilations_told
 from .process.garbage import living_objects_not_collected
 from .process.interrupts import Interrupted, NotedSignal, signals_noted
@@ -209,7 +209,7 @@ class DetRunner(RunCheckpoints):
         loop, _ = self.train_loop, self.val_loop  # They read the data.
         self.scale_lr(self.optim_wrapper, self.cfg.get("auto_scale_lr"))
         self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, loop)
-        self.recipe = recipe_of(optimizers_of(self.optim_wrapper), self.param_schedulers)
+        self.recipe = recipe_of(self.optim_wrapper.optimizer, self.param_schedulers)
         self.late_numbers = LateNumbers()
         self.call_hook("before_run")
         build.initialize_weights(self.cfg, unwrapped(self.model))

@@ -20,16 +20,17 @@ from typing import Any
 
 import mmengine
 import torch
-from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.dist import all_gather_object, gather_object, get_rank, get_world_size
 from mmengine.hooks import EarlyStoppingHook, EMAHook, Hook, ParamSchedulerHook
 from mmengine.runner.checkpoint import weights_to_cpu
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.data import BatchSampler
 
 from visdet.errors import listed
 
 from ..errors import CheckpointError
-from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
+from ..optim.wrappers import unwrapped
 from ..process.random_state import current_random_state, preserved_random_state, set_random_state
 from .class_names import category_ids_of
 from .plain_state import restore_message_hub, to_plain
@@ -65,7 +66,6 @@ def collected_state(
     if get_rank() != 0:
         return {}
     loader = runner.train_dataloader
-    optimizers = optimizers_of(runner.optim_wrapper)
     state = {
         "meta": {
             **meta,
@@ -81,7 +81,7 @@ def collected_state(
             "batch_size": _batch_size(loader),
             "processes": runner.world_size,
             "batches_ahead": runner.train_loop.batches_ahead,
-            "optimizers": {name: type(optimizer).__name__ for name, optimizer in optimizers.items()},
+            "optimizers": {"": type(runner.optim_wrapper.optimizer).__name__},
             **of_processes,
         },
         "state_dict": weights_to_cpu(unwrapped(runner.model).state_dict()),
@@ -91,7 +91,7 @@ def collected_state(
         state["optimizer"] = runner.optim_wrapper.state_dict()
         state["meta"]["recipe"] = runner.recipe
         state["hooks"] = {name: memory_of(hook) for name, hook in hooks_with_memory(runner.hooks).items()}
-    if save_param_scheduler and runner.param_schedulers is not None:
+    if save_param_scheduler:
         state["param_schedulers"] = schedule_states(runner.param_schedulers)
     return state
 
@@ -115,10 +115,20 @@ def _states_of_processes(runner: Any) -> dict[str, Any]:
     if hasattr(model, "plain_state"):
         own["temporal_states"] = model.plain_state(runner.steps.state)
     by_rank = all_gather_object(own)
-    states: dict[str, Any] = {"accumulated_gradients": _gathered_gradients(model, runner.optim_wrapper)}
+    states: dict[str, Any] = {"accumulated_gradients": None}
     for name in own:
         states[name] = [of_process[name] for of_process in by_rank]
+    if not runner.optim_wrapper.should_update():
+        # The next update needs gradients of earlier iterations. The main process alone gets those of the others.
+        gradients = {name: _gathered(parameter.grad) for name, parameter in model.named_parameters()}
+        counts = [runner.optim_wrapper._accumulative_counts]
+        states["accumulated_gradients"] = {"accumulative_counts": counts, "by_rank": gradients}
     return states
+
+
+def _gathered(gradient: Tensor | None) -> list[Tensor | None] | None:
+    """Return the gradients of a parameter in all processes, on the CPU."""
+    return gather_object(None if gradient is None else gradient.detach().cpu())
 
 
 def _all_processes_come(runner: Any) -> bool:
@@ -143,29 +153,6 @@ def _all_processes_come(runner: Any) -> bool:
         store.set(f"{place} {get_rank()}", "here")
         store.wait([place])
     return store.get(place) == b"together"
-
-
-def _gathered_gradients(model: torch.nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
-    """Return the gradients of every process, on the CPU, if the next update needs gradients of earlier iterations.
-
-    The result is None if the iteration has updated the parameters. The gradients of the other processes are given to
-    the main process only.
-    """
-    if all(wrapper.should_update() for wrapper in wrappers_of(optim_wrapper).values()):
-        return None
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
-        by_rank = [gradient]
-        if get_world_size() > 1:
-            by_rank = [None] * get_world_size()
-            torch.distributed.gather_object(gradient, by_rank if get_rank() == 0 else None)
-        gradients[name] = by_rank
-    return {"accumulative_counts": _counts_of(optim_wrapper), "by_rank": gradients}
-
-
-def _counts_of(optim_wrapper: Any) -> list[int]:
-    return [wrapper._accumulative_counts for wrapper in wrappers_of(optim_wrapper).values()]
 
 
 def has_memory(hook: Hook) -> bool:
@@ -291,16 +278,16 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
     optimizer would read and write beyond the memory of a smaller tensor.
     """
     meta, wrapper, loop = content["meta"], runner.optim_wrapper, runner.train_loop
-    optimizers = optimizers_of(wrapper)
-    before, now = meta.get("optimizers"), {n: type(o).__name__ for n, o in optimizers.items()}
-    if before is not None and before != now:
+    optimizer = wrapper.optimizer
+    now = type(optimizer).__name__
+    before = meta.get("optimizers") or {"": now}
+    if before != {"": now}:
         raise CheckpointError(
-            refusal(path, f"it has the state of {_text(before)}, but the config has {_text(now)}")
+            refusal(path, f"it has the state of {listed(before.values())}, but the config has {now}")
         )
     with _restoring(path, "optimizer"):
         wrapper.load_state_dict(content["optimizer"])
-        for optimizer in optimizers.values():
-            _check_moments(optimizer)
+        _check_moments(optimizer)
     with _restoring(path, "param_schedulers"):
         saved, recipe = content.get("param_schedulers"), meta.get("recipe")
         is_changed = recipe is not None and (recipe != runner.recipe or not saved)
@@ -318,7 +305,7 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
                 f"of this config, as after {loop.iter} of its {loop.max_iters} iterations"
             )
         counts = (loop.iter, loop.epoch, len(loop.dataloader) if loop.by_epoch else None)
-        continue_changed(optimizers, runner.param_schedulers, recipe, runner.recipe, saved, counts)
+        continue_changed(optimizer, runner.param_schedulers, recipe, runner.recipe, saved, counts)
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -335,14 +322,14 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
     """Restore the gradients that have been accumulated since the last update, or say that they are lost."""
-    counts = _counts_of(runner.optim_wrapper)
-    is_between_updates = any(int(meta["iter"]) % count for count in counts)
+    count = runner.optim_wrapper._accumulative_counts
+    is_between_updates = int(meta["iter"]) % count
     saved = meta.get("accumulated_gradients", {} if is_between_updates else None)
     if saved is None:
         return
     with _restoring(path, "meta['accumulated_gradients']"):
         by_rank = saved.get("by_rank", {})
-        fits = saved.get("accumulative_counts") == counts
+        fits = saved.get("accumulative_counts") == [count]
         if fits and all(len(gradients) == runner.world_size for gradients in by_rank.values()):
             for name, parameter in unwrapped(runner.model).named_parameters():
                 gradient = by_rank[name][runner.rank]
@@ -418,7 +405,3 @@ def refusal(path: str, reason: str) -> str:
         f"checkpoint {path} cannot be resumed: {reason}. To start training from its weights, drop --resume and use "
         f"--from {path}"
     )
-
-
-def _text(by_name: dict[str, str]) -> str:
-    return ", ".join(f"{value} ({name})" if name else value for name, value in by_name.items())

@@ -1,6 +1,6 @@
 """The sections of a config: their types, and checks that concern several of them."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from visdet.checks.arguments import Positive, Range, Seed, checked_value
@@ -85,13 +85,13 @@ def check_counting(cfg: Any) -> None:
         or train_cfg.get("type") not in (None, "IterBasedTrainLoop")
     ):
         return
-    schedules = schedules_of(cfg.get("param_scheduler"))
-    # A plateau is looked for after each validation.
-    parts = [
-        ("param_scheduler", part) for part in schedules if "ReduceOnPlateau" not in str(part.get("type"))
-    ]
     checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint") or {"by_epoch": False}
-    for name, part in [*parts, ("default_hooks.checkpoint", checkpoint)]:
+    parts = [("default_hooks.checkpoint", checkpoint)]
+    for schedule in given_schedules(cfg):
+        # A plateau is looked for after each validation.
+        if isinstance(schedule, dict) and "ReduceOnPlateau" not in str(schedule.get("type")):
+            parts.append(("param_scheduler", schedule))
+    for name, part in parts:
         kind = part.get("type")
         if kind and part.get("by_epoch", True) is True and not part.get("convert_to_iter_based"):
             raise ConfigError(
@@ -105,11 +105,7 @@ def is_iteration_based(train_cfg: dict) -> bool:
     return "max_iters" in train_cfg or train_cfg.get("by_epoch") is False
 
 
-def schedules_of(scheduler: Any) -> Iterator[dict]:
-    """Yield the configs of schedules, which are given as one, as a list, or as lists by the names of optimizers."""
-    if isinstance(scheduler, dict) and "type" not in scheduler:
-        for of_optimizer in scheduler.values():
-            yield from schedules_of(of_optimizer)
-    else:
-        several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
-        yield from (one for one in several if isinstance(one, dict))
+def given_schedules(cfg: Any) -> Sequence[Any]:
+    """Return what a config says of its schedules, which it gives as one or as a list: configs or objects."""
+    given = cfg.get("param_scheduler") or []
+    return given if isinstance(given, list | tuple) else [given]
