@@ -8,7 +8,7 @@ another package, work without other imports. An unknown name raises an :class:`U
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -155,66 +155,55 @@ def built(given: Any, registry: Registry) -> Any:
     return registry.build(given) if isinstance(given, dict) else given
 
 
-def _child(parent_name: str, locations: list[str], build_func: Callable | None = None) -> Registry:
+def _child(parent_name: str, *locations: str) -> Registry:
     parent = getattr(mmengine_registry, parent_name)
-    return Registry(
-        parent.name,
-        variable=parent_name,
-        build_func=build_func,
-        parent=parent,
-        scope=SCOPE,
-        locations=locations,
-    )
+    return Registry(parent.name, variable=parent_name, parent=parent, scope=SCOPE, locations=list(locations))
 
 
 # mmengine registers its own names when its packages are imported, and no registry of its own imports them. Therefore,
 # some locations are packages of mmengine.
-MODELS = _child("MODELS", ["visdet.models"])
-MODEL_WRAPPERS = _child("MODEL_WRAPPERS", ["mmengine.runner"])
-WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", ["mmengine.model"])
-TASK_UTILS = _child("TASK_UTILS", ["visdet.models"])
+MODELS = _child("MODELS", "visdet.models")
+MODEL_WRAPPERS = _child("MODEL_WRAPPERS", "mmengine.runner")
+WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", "mmengine.model")
+TASK_UTILS = _child("TASK_UTILS", "visdet.models")
 
 DATASETS = _child(
     "DATASETS",
-    [
-        "visdet.datasets.coco",
-        "visdet.datasets.synthetic.shapes_dataset",
-        "visdet.datasets.nuscenes",
-        "visdet.datasets.synthetic.driving_scenes",
-    ],
+    "visdet.datasets.coco",
+    "visdet.datasets.synthetic.shapes_dataset",
+    "visdet.datasets.nuscenes",
+    "visdet.datasets.synthetic.driving_scenes",
 )
-DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets.samplers", "mmengine.dataset"])
+DATA_SAMPLERS = _child("DATA_SAMPLERS", "visdet.datasets.samplers", "mmengine.dataset")
 TRANSFORMS = _child(
     "TRANSFORMS",
-    [
-        "visdet.datasets.transforms.driving",
-        "visdet.datasets.transforms.multi_view",
-        "visdet.datasets.transforms.formatting",
-        # The following ones import torchvision, which takes a second.
-        "visdet.datasets.transforms.loading",
-        "visdet.datasets.transforms.geometric",
-        "visdet.datasets.transforms.photometric",
-        "visdet.datasets.transforms.wrappers",
-    ],
+    "visdet.datasets.transforms.driving",
+    "visdet.datasets.transforms.multi_view",
+    "visdet.datasets.transforms.formatting",
+    # The following ones import torchvision, which takes a second.
+    "visdet.datasets.transforms.loading",
+    "visdet.datasets.transforms.geometric",
+    "visdet.datasets.transforms.photometric",
+    "visdet.datasets.transforms.wrappers",
 )
 
-METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.inference.dump_detections"])
-EVALUATOR = _child("EVALUATOR", ["mmengine.evaluator"])
+METRICS = _child("METRICS", "visdet.evaluation", "visdet.engine.inference.dump_detections")
+EVALUATOR = _child("EVALUATOR", "mmengine.evaluator")
 
-RUNNERS = _child("RUNNERS", ["visdet.engine.trainer"])
-RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", [])
-LOOPS = _child("LOOPS", ["mmengine.runner"])
-HOOKS = _child("HOOKS", ["visdet.engine.hooks"])
-LOG_PROCESSORS = _child("LOG_PROCESSORS", ["mmengine.runner"])
-OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine.optim.muon", "mmengine.optim"])
-OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine.optim.optim_wrapper", "mmengine.runner"])
-OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["mmengine.optim"])
-PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["mmengine.optim"])
-STRATEGIES = _child("STRATEGIES", ["mmengine.runner"])
-INFERENCERS = _child("INFERENCERS", [])
-FUNCTIONS = _child("FUNCTIONS", ["mmengine.dataset"])
+RUNNERS = _child("RUNNERS", "visdet.engine.trainer")
+RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS")
+LOOPS = _child("LOOPS", "mmengine.runner")
+HOOKS = _child("HOOKS", "visdet.engine.hooks")
+LOG_PROCESSORS = _child("LOG_PROCESSORS", "mmengine.runner")
+OPTIMIZERS = _child("OPTIMIZERS", "visdet.engine.optim.muon", "mmengine.optim")
+OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", "visdet.engine.optim.optim_wrapper", "mmengine.runner")
+OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", "mmengine.optim")
+PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", "mmengine.optim")
+STRATEGIES = _child("STRATEGIES", "mmengine.runner")
+INFERENCERS = _child("INFERENCERS")
+FUNCTIONS = _child("FUNCTIONS", "mmengine.dataset")
 
-VISUALIZERS = _child("VISUALIZERS", ["visdet.visualization"])
-VISBACKENDS = _child("VISBACKENDS", ["mmengine.visualization"])
+VISUALIZERS = _child("VISUALIZERS", "visdet.visualization")
+VISBACKENDS = _child("VISBACKENDS", "mmengine.visualization")
 
 OPS = Registry("op", variable="OPS", scope=SCOPE, locations=["visdet.ops.registration"])
