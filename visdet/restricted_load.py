@@ -17,12 +17,19 @@ import numpy as np
 
 __all__ = ["load_numpy_pickle", "load_restricted", "start_of_other_file"]
 
+_PYTHON = "is text like Python"
+_PICTURE = "is a picture"
 _OTHER_FILES = {
     b"version https://git-lfs": "is a pointer of Git LFS; fetch the file itself by `git lfs pull`",
     b"<": "is a web page or XML",
     b"{": "is text like JSON",
-    **dict.fromkeys((b"#", b'"', b"import ", b"from ", b"_base_"), "is text like Python"),
-    **dict.fromkeys((b"\xff\xd8\xff", b"\x89PNG"), "is a picture"),
+    b"#": _PYTHON,
+    b'"': _PYTHON,
+    b"import ": _PYTHON,
+    b"from ": _PYTHON,
+    b"_base_": _PYTHON,
+    b"\xff\xd8\xff": _PICTURE,
+    b"\x89PNG": _PICTURE,
     b"\x08": "is a graph like ONNX",
 }
 # A data set of a million frames has fewer. A file of some hundred bytes can say that it has 2 ** 1000.
@@ -143,20 +150,30 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return str.encode(text, "latin1") if encoding == "latin1" else b""
 
 
+def _scalar(dtype: _DType, content: Any) -> Any:
+    return _array(content, dtype, (), "C")[()]
+
+
+def _reconstruct(*_options: Any) -> _Array:
+    return _Array()
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
 # The keys are the names in the pickle. numpy 2 renamed its package ``core`` to ``_core``.
 _NUMPY_GLOBALS: dict[str, Callable] = {
-    **{f"{module}.bytes": lambda: b"" for module in ("builtins", "__builtin__")},
+    "builtins.bytes": _no_bytes,
+    "__builtin__.bytes": _no_bytes,
     "numpy.dtype": _DType,
     "numpy.ndarray": _Array,
-    **{
-        f"numpy.{core}.{name}": made
-        for core in ("core", "_core")
-        for name, made in (
-            ("multiarray.scalar", lambda dtype, content: _array(content, dtype, (), "C")[()]),
-            ("multiarray._reconstruct", lambda *_options: _Array()),
-            ("numeric._frombuffer", _frombuffer),
-        )
-    },
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.numeric._frombuffer": _frombuffer,
+    "numpy._core.numeric._frombuffer": _frombuffer,
 }
 _SAFE_GLOBALS: dict[str, Any] = {
     **_NUMPY_GLOBALS,

@@ -12,6 +12,7 @@ from io import BytesIO
 import numpy as np
 from mmengine.logging import print_log
 from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.Image import Transpose
 
 from visdet.errors import InvalidInputError, MissingFileError, UserError
 
@@ -30,8 +31,22 @@ __all__ = [
 
 MAX_PIXELS = 2**30  # OpenCV's own limit
 PICTURE_SUFFIXES = {
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".jp2", ".j2k"),
-    *(".avif", ".ppm", ".pgm", ".pbm"),
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".bmp",
+    ".webp",
+    ".tif",
+    ".tiff",
+    ".gif",
+    ".jp2",
+    ".j2k",
+    ".avif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
 }
 _PILLOW_LIMIT = threading.Lock()
 _BITS_OF_CAMERAS = 12  # Sensors with as many often fill the lower bits of 16.
@@ -39,21 +54,29 @@ _BITS_OF_CAMERAS = 12  # Sensors with as many often fill the lower bits of 16.
 _HAVE_SAID: set[tuple[str, str]] = set()
 # How a raster is turned to be shown, by its orientation. The turns of 6 and 8 undo each other, all others themselves.
 _TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
 }
 _FIRST_OF_CHANGED_SIDES = 5
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _UNDOING = {6: 8, 8: 6}
 # What Pillow raises for damaged files of its formats.
 _DAMAGED = (
-    *(OSError, SyntaxError, ValueError, RuntimeError, MemoryError, EOFError, LookupError, ArithmeticError),
-    *(struct.error, Image.DecompressionBombError),
+    OSError,
+    SyntaxError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    struct.error,
+    Image.DecompressionBombError,
 )
 
 

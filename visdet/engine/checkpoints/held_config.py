@@ -23,14 +23,25 @@ from ..process.console import say
 
 # The first two are those of addresses, and the others those of names in mmengine's lists of addresses.
 URL_SCHEMES = (
-    *("http://", "https://", "open-mmlab://", "openmmlab://", "mmcls://"),
-    *("modelzoo://", "torchvision://"),
+    "http://",
+    "https://",
+    "open-mmlab://",
+    "openmmlab://",
+    "mmcls://",
+    "modelzoo://",
+    "torchvision://",
 )
 SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
 # What belongs to the run that wrote the checkpoint, or is for the user of the file to decide.
 _OF_THE_RUN = (
-    *("work_dir", "load_from", "resume", "launcher", "experiment_name"),
-    *("trust_checkpoint", "allow_nonfinite_weights", "strict_load"),
+    "work_dir",
+    "load_from",
+    "resume",
+    "launcher",
+    "experiment_name",
+    "trust_checkpoint",
+    "allow_nonfinite_weights",
+    "strict_load",
 )
 # The keys whose values name a class or a function.
 _NAMING = ("type", "constructor", "runner_type")

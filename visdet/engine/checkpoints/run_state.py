@@ -42,8 +42,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 # What hooks remember that have no ``state_dict`` of their own.
 _MEMORIES: dict[type, tuple[str, ...]] = {EarlyStoppingHook: ("wait_count", "best_score")}
 _UNFIT = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 _PATIENCE = datetime.timedelta(seconds=60)
 _calls: Counter[str] = Counter()  # of save_checkpoint in an iteration of a run

@@ -31,8 +31,14 @@ _LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package i
 _LIBRARIES += (contextlib.__file__, collections.__file__, enum.__file__)
 _OURS = os.path.dirname(registry.__file__) + os.sep
 _REFUSALS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError),
-    *(LookupError, RuntimeError, TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 
 

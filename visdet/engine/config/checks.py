@@ -6,52 +6,65 @@ from typing import Annotated, Any
 from visdet.checks.arguments import Positive, Range, Seed, checked_value
 from visdet.errors import ConfigError
 
-_STAGES = ("train", "val", "test")
 _Section = dict | None
-_Hooks = dict[str, dict | None]
+_Sections = dict | list[dict] | None
+_Text = str | None
+_Texts = str | list[str] | None
+_Switch = bool | None
+_Hooks = dict[str, _Section]
+_Workers = Annotated[int, Range(0, 512)]
 # The top-level keys and their types. Classes that are built from a section know what may stand in it.
 SECTIONS: dict[str, Any] = {
     # The arguments of mmengine's Runner, which takes seconds to import.
     "model": dict,
-    "work_dir": str | None,
-    **dict.fromkeys((f"{stage}_dataloader" for stage in _STAGES), _Section),
-    **dict.fromkeys((f"{stage}_cfg" for stage in _STAGES), _Section),
+    "work_dir": _Text,
+    "train_dataloader": _Section,
+    "val_dataloader": _Section,
+    "test_dataloader": _Section,
+    "train_cfg": _Section,
+    "val_cfg": _Section,
+    "test_cfg": _Section,
     "auto_scale_lr": _Section,
     "optim_wrapper": _Section,
-    "param_scheduler": dict | list[dict] | None,
-    **dict.fromkeys(("val_evaluator", "test_evaluator"), dict | list[dict] | None),
+    "param_scheduler": _Sections,
+    "val_evaluator": _Sections,
+    "test_evaluator": _Sections,
     "default_hooks": _Hooks | None,
     "custom_hooks": list[dict] | None,
     "data_preprocessor": _Section,
-    "load_from": str | None,
+    "load_from": _Text,
     "resume": bool | str | None,
-    "launcher": str | None,
+    "launcher": _Text,
     "env_cfg": dict[str, Any],
     "log_processor": _Section,
     "log_level": int | str,
     "visualizer": _Section,
-    "default_scope": str | None,
+    "default_scope": _Text,
     "randomness": dict,
-    "experiment_name": str | None,
+    "experiment_name": _Text,
     # mmengine's Runner reads some of these from the config, and this package the others.
-    "activation_checkpointing": str | list[str] | None,
-    "allow_nonfinite_weights": bool | None,
+    "activation_checkpointing": _Texts,
+    "allow_nonfinite_weights": _Switch,
     "compile": bool | dict | None,
     "custom_imports": _Section,
-    "efficient_conv_bn_eval": str | list[str] | None,
-    "find_unused_parameters": bool | None,
-    "graph": bool | None,
+    "efficient_conv_bn_eval": _Texts,
+    "find_unused_parameters": _Switch,
+    "graph": _Switch,
     "model_wrapper_cfg": _Section,
-    "runner_type": str | None,
-    "strict_load": bool | None,
-    "sync_bn": str | None,
-    "trust_checkpoint": bool | None,
+    "runner_type": _Text,
+    "strict_load": _Switch,
+    "sync_bn": _Text,
+    "trust_checkpoint": _Switch,
 }
 
 # The numbers of which mmengine or torch would complain only after the data have been read, or not at all.
 _NUMBERS = {
-    **{f"{stage}_dataloader.batch_size": Positive for stage in _STAGES},
-    **{f"{stage}_dataloader.num_workers": Annotated[int, Range(0, 512)] for stage in _STAGES},
+    "train_dataloader.batch_size": Positive,
+    "val_dataloader.batch_size": Positive,
+    "test_dataloader.batch_size": Positive,
+    "train_dataloader.num_workers": _Workers,
+    "val_dataloader.num_workers": _Workers,
+    "test_dataloader.num_workers": _Workers,
     "log_processor.window_size": Positive,
     "randomness.seed": Seed | None,
     "randomness.deterministic": bool,

@@ -1,57 +1,109 @@
 """Names that people try for the arguments of functions, and what the argument is called here."""
 
-_SIZES = dict.fromkeys(
-    ("imgsz", "img_size", "image_size", "resolution"),
-    "the scale of Resize in the pipelines of the config; each model has a size of its own",
-)
+_SIZE = "the scale of Resize in the pipelines of the config; each model has a size of its own"
+_EPOCHS = "train_cfg=dict(max_epochs=...), or epochs=... (--epochs)"
+_ITERATIONS = "train_cfg=dict(max_iters=...), or iters=... (--iters)"
+_BATCH = "train_dataloader=dict(batch_size=...), or batch_size=... (--batch-size)"
+_WORKERS = "train_dataloader=dict(num_workers=...), or workers=... (--workers)"
+_LR = "optim_wrapper=dict(optimizer=dict(lr=...)), or lr=... (--lr)"
+_OUTPUT_DIR = "work_dir=... (--work-dir)"
+_WEIGHTS = "from_=... (--from)"
+_FP16 = "amp=True (--amp)"
+_DATASET = "data=FOLDER (--data)"
+_GPUS = "device=... (--device), or torchrun for several GPUs"
+_TEST_BATCH = "--cfg-options test_dataloader.batch_size=..."
+_TEST_WORKERS = "--cfg-options test_dataloader.num_workers=..."
+_TEST_WEIGHTS = "the checkpoint without an option"
+_TEST_OUTPUT_DIR = "--work-dir"
+_TEST_FP16 = "--amp"
+_DETECT_CONF = "score_threshold=..."
+_DETECT_BATCH = "batch_size=..."
+_DETECT_HALF = "amp=True"
+_DETECT_SAVE = "draw(FILE) or save(FILE) of the result"
+_LOAD_WEIGHTS = "checkpoint=..."
+
 NAMES_OF_TRAINING = {
-    **dict.fromkeys(
-        ("epochs", "max_epochs", "num_epochs"), "train_cfg=dict(max_epochs=...), or epochs=... (--epochs)"
-    ),
-    **dict.fromkeys(
-        ("iterations", "max_iters", "steps", "max_steps"),
-        "train_cfg=dict(max_iters=...), or iters=... (--iters)",
-    ),
-    **dict.fromkeys(
-        ("batch", "batch_size", "bs"),
-        "train_dataloader=dict(batch_size=...), or batch_size=... (--batch-size)",
-    ),
-    **dict.fromkeys(
-        ("workers", "num_workers"), "train_dataloader=dict(num_workers=...), or workers=... (--workers)"
-    ),
-    **dict.fromkeys(
-        ("lr", "lr0", "learning_rate"), "optim_wrapper=dict(optimizer=dict(lr=...)), or lr=... (--lr)"
-    ),
+    "epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "iterations": _ITERATIONS,
+    "max_iters": _ITERATIONS,
+    "steps": _ITERATIONS,
+    "max_steps": _ITERATIONS,
+    "batch": _BATCH,
+    "batch_size": _BATCH,
+    "bs": _BATCH,
+    "workers": _WORKERS,
+    "num_workers": _WORKERS,
+    "lr": _LR,
+    "lr0": _LR,
+    "learning_rate": _LR,
     "deterministic": "randomness=dict(deterministic=True), or deterministic=True (--deterministic)",
     "seed": "randomness=dict(seed=...), or seed=... (--seed)",
-    **dict.fromkeys(("output_dir", "project", "save_dir", "out_dir"), "work_dir=... (--work-dir)"),
-    **dict.fromkeys(("weights", "pretrained", "checkpoint", "pretrain_weights"), "from_=... (--from)"),
-    **dict.fromkeys(("fp16", "half", "mixed_precision"), "amp=True (--amp)"),
-    **dict.fromkeys(("dataset", "dataset_dir", "data_root"), "data=FOLDER (--data)"),
-    **dict.fromkeys(("gpus", "devices", "device"), "device=... (--device), or torchrun for several GPUs"),
-    **_SIZES,
+    "output_dir": _OUTPUT_DIR,
+    "project": _OUTPUT_DIR,
+    "save_dir": _OUTPUT_DIR,
+    "out_dir": _OUTPUT_DIR,
+    "weights": _WEIGHTS,
+    "pretrained": _WEIGHTS,
+    "checkpoint": _WEIGHTS,
+    "pretrain_weights": _WEIGHTS,
+    "fp16": _FP16,
+    "half": _FP16,
+    "mixed_precision": _FP16,
+    "dataset": _DATASET,
+    "dataset_dir": _DATASET,
+    "data_root": _DATASET,
+    "gpus": _GPUS,
+    "devices": _GPUS,
+    "device": _GPUS,
+    "imgsz": _SIZE,
+    "img_size": _SIZE,
+    "image_size": _SIZE,
+    "resolution": _SIZE,
     "grad_accum_steps": "optim_wrapper=dict(accumulative_counts=...)",
     "patience": "custom_hooks=[dict(type='EarlyStoppingHook', ...)]",
 }
 NAMES_OF_TESTING = {
-    **_SIZES,
-    **dict.fromkeys(("batch", "batch_size", "bs"), "--cfg-options test_dataloader.batch_size=..."),
-    **dict.fromkeys(("workers", "num_workers"), "--cfg-options test_dataloader.num_workers=..."),
-    **dict.fromkeys(("weights", "checkpoint", "model"), "the checkpoint without an option"),
-    **dict.fromkeys(("output_dir", "project", "save_dir", "out_dir"), "--work-dir"),
-    **dict.fromkeys(("fp16", "half"), "--amp"),
+    "imgsz": _SIZE,
+    "img_size": _SIZE,
+    "image_size": _SIZE,
+    "resolution": _SIZE,
+    "batch": _TEST_BATCH,
+    "batch_size": _TEST_BATCH,
+    "bs": _TEST_BATCH,
+    "workers": _TEST_WORKERS,
+    "num_workers": _TEST_WORKERS,
+    "weights": _TEST_WEIGHTS,
+    "checkpoint": _TEST_WEIGHTS,
+    "model": _TEST_WEIGHTS,
+    "output_dir": _TEST_OUTPUT_DIR,
+    "project": _TEST_OUTPUT_DIR,
+    "save_dir": _TEST_OUTPUT_DIR,
+    "out_dir": _TEST_OUTPUT_DIR,
+    "fp16": _TEST_FP16,
+    "half": _TEST_FP16,
 }
 NAMES_OF_DETECTING = {
-    **dict.fromkeys(
-        ("conf", "threshold", "thr", "score_thr", "pred_score_thr", "confidence"), "score_threshold=..."
-    ),
-    **dict.fromkeys(("batch", "bs"), "batch_size=..."),
-    **dict.fromkeys(("half", "fp16"), "amp=True"),
-    **dict.fromkeys(("save", "out_file", "out_dir"), "draw(FILE) or save(FILE) of the result"),
+    "conf": _DETECT_CONF,
+    "threshold": _DETECT_CONF,
+    "thr": _DETECT_CONF,
+    "score_thr": _DETECT_CONF,
+    "pred_score_thr": _DETECT_CONF,
+    "confidence": _DETECT_CONF,
+    "batch": _DETECT_BATCH,
+    "bs": _DETECT_BATCH,
+    "half": _DETECT_HALF,
+    "fp16": _DETECT_HALF,
+    "save": _DETECT_SAVE,
+    "out_file": _DETECT_SAVE,
+    "out_dir": _DETECT_SAVE,
     "device": "device=... of init_detector",
     "iou": "nothing: the detectors have no suppression of overlapping boxes",
 }
 NAMES_OF_LOADING = {
-    **dict.fromkeys(("weights", "model", "ckpt"), "checkpoint=..."),
+    "weights": _LOAD_WEIGHTS,
+    "model": _LOAD_WEIGHTS,
+    "ckpt": _LOAD_WEIGHTS,
     "cfg": "config=...",
 }

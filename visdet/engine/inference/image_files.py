@@ -12,8 +12,20 @@ from visdet.files.images import PICTURE_SUFFIXES
 __all__ = ["find_images", "is_stream", "is_video", "local_path", "one_or_several", "pictures_folder"]
 
 _VIDEO_SUFFIXES = {
-    *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".3gp"),
-    *(".mts", ".m2ts"),
+    ".mp4",
+    ".m4v",
+    ".mov",
+    ".avi",
+    ".mkv",
+    ".webm",
+    ".mpg",
+    ".mpeg",
+    ".wmv",
+    ".flv",
+    ".ogv",
+    ".3gp",
+    ".mts",
+    ".m2ts",
 }
 _SUFFIXES = _VIDEO_SUFFIXES | PICTURE_SUFFIXES
 _STREAMS = ("rtsp://", "rtsps://", "rtmp://", "udp://")
