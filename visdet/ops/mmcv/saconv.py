@@ -49,32 +49,12 @@ class ConvAWS2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self._get_weight(self.weight), self.bias)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict,
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        names = [f"{prefix}weight_gamma", f"{prefix}weight_beta"]
-        is_plain = f"{prefix}weight" in state_dict and names[0] not in state_dict
-        missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
-        )
-        if is_plain:
-            with torch.no_grad():
-                mean, deviation = self._statistics(self.weight)
-            if self.weight_beta.is_meta:  # The weight was assigned to a model without data.
-                self.weight_beta, self.weight_gamma = mean, deviation
-            else:
-                self.weight_beta.copy_(mean)
-                self.weight_gamma.copy_(deviation)
-            missing = [name for name in missing if name not in names]
-        missing_keys.extend(missing)
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        weight, gamma = state_dict.get(f"{prefix}weight"), f"{prefix}weight_gamma"
+        if weight is not None and gamma not in state_dict:
+            mean, deviation = self._statistics(weight.detach().to(self.weight.dtype))
+            state_dict |= {gamma: deviation, f"{prefix}weight_beta": mean}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SAConv2d(ConvAWS2d):
