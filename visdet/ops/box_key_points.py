@@ -37,17 +37,16 @@ def box_key_points(
     Returns:
         [B, Q, F + M, 3]. The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.
 
-    It is differentiable with respect to ``anchors`` and ``logits``, on CUDA once, and deterministic, forward and
-    backward, on every device. On the CPU, and where no library is built for CUDA, plain torch computes it.
+    It is differentiable with respect to ``anchors`` and ``logits``, on CUDA once, and to ``fixed``. It is
+    deterministic, forward and backward, on every device. On the CPU, with a gradient of ``fixed``, and where no library
+    is built for CUDA, plain torch computes it.
 
     Raises:
-        RuntimeError: A device does not fit, or ``fixed`` requires a gradient. The message names the argument.
+        RuntimeError: A device does not fit. The message names the argument.
         ValueError: A shape or type does not fit. The message names the argument.
 
     Source: The key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
     """
-    if fixed.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
     if anchors.shape[2] < 8 or anchors.dtype not in (torch.float64, torch.float32):
         raise ValueError(
             "box_key_points: anchors must be float64 or float32 [B, Q, D] with D of at least 8, got "
@@ -56,7 +55,8 @@ def box_key_points(
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
-    compute = box_key_points_reference if anchors.is_cpu else _box_key_points
+    is_plain = anchors.is_cpu or (fixed.requires_grad and torch.is_grad_enabled())
+    compute = box_key_points_reference if is_plain else _box_key_points
     return compute(anchors, fixed, logits, float(max_log_size))
 
 

@@ -69,9 +69,10 @@ def deformable_aggregation_fused(
         [B, Q, C]. What ``deformable_aggregation`` returns. A point with a coordinate that is not finite contributes
         nothing and has zero gradients.
 
-    It is differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``.
-    Determinism, autocast and limits are those of ``deformable_aggregation``; on CUDA the backward takes 8 bytes of
-    scratch memory a logit more.
+    It is differentiable once with respect to ``features``, ``key_points``, ``logits`` and ``camera_logits``, and also
+    to ``projection`` and ``image_wh``, for which plain torch computes locations and weights on CUDA, too. Determinism,
+    autocast and limits are those of ``deformable_aggregation``; on CUDA the backward takes 8 bytes of scratch memory a
+    logit more.
 
     Raises:
         RuntimeError: A size or device does not fit. The message names the argument.
@@ -81,11 +82,6 @@ def deformable_aggregation_fused(
 
     Source: The weights and the projection of Sparse4D v2, arXiv 2305.14018, and SparseDrive, arXiv 2405.19620.
     """
-    for name, tensor in (("projection", projection), ("image_wh", image_wh)):
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
-            )
     shapes, starts = as_tables(features, level_shapes, level_starts)
     dtype = computation_dtype(features)
     if image_wh is None:
@@ -100,7 +96,8 @@ def deformable_aggregation_fused(
     keep = torch.empty(0, dtype=torch.bool, device=features.device) if keep is None else keep.bool()
     points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
     given = matrices, sizes, logits, camera_logits, keep, float(keep_scale)
-    if kernel_device(features) in ("cuda", "meta"):
+    is_calibrating = torch.is_grad_enabled() and (matrices.requires_grad or sizes.requires_grad)
+    if kernel_device(features) in ("cuda", "meta") and not is_calibrating:
         return _deformable_aggregation_fused(features, shapes, starts, points, *given)
     B, Q, P, _ = points.shape
     expected = [B, Q, projection.shape[1], *logits.shape[-3:-2], P, *logits.shape[-1:]]

@@ -6,7 +6,7 @@ import torch
 from mmengine.model import BaseModule, xavier_init
 from torch import Tensor, nn
 
-from visdet.ops import box_key_points, box_key_points_reference
+from visdet.ops import box_key_points
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
@@ -66,8 +66,7 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         logits = None
         if self.learnable_fc is not None and instance_feature is not None:
             logits = in_full_precision(self.learnable_fc, instance_feature)
-        place = box_key_points_reference if self.fix_scale.requires_grad else box_key_points
-        return place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
+        return box_key_points(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
 
     @staticmethod
     def anchor_projection(
