@@ -1,9 +1,9 @@
 """Files of frame records, which are called infos. visdet writes a format of its own and reads published pickles, too.
 
 An info is a dict of numbers, strings, lists, dicts and numpy arrays (docs/driving_data.md lists the keys). visdet's
-file is one uncompressed ``.npz`` of plain arrays. It holds the JSON of each info, in which an array is a reference into
-one pool of numbers per dtype. A frame is decoded only when it is read, so that a data set of 28 000 frames needs little
-memory in worker processes. Published pickles are read without running any code from them.
+file is one uncompressed ``.npz``, in which every info is a pickle of its own. A frame is decoded only when it is read,
+so that a data set of 28 000 frames needs little memory in worker processes. Pickles are read without running any code
+from them.
 """
 
 import io
@@ -25,32 +25,24 @@ from visdet.restricted_load import load_numpy_pickle
 
 from .frame_records import value_of
 
-_FORMAT = "visdet-infos-1"
-_ARRAY = "__array__"
+_FORMAT = "visdet-infos-2"
 FrameKey = tuple[int, str, bool]
-_POOL_TYPES = ("float64", "float32", "int64", "int32", "bool")
 
 
 class InfoTable(Sequence):
     """A sequence of infos that decodes an info when it is read. Every ``table[i]`` is a new dict.
 
     Args:
-        text: uint8, the JSON of all infos one after another.
-        ends: int64 [n], the position at which the JSON of each info ends.
-        pools: the numbers of all arrays of a dtype, by the name of the dtype.
+        content: uint8, the pickles of all infos one after another.
+        ends: int64 [n], the position at which the pickle of each info ends.
         frame_keys: the key of each info, so that frames can be sorted without decoding them.
         tokens: the token of each info. It is empty if one of them has none.
     """
 
     def __init__(
-        self,
-        text: np.ndarray,
-        ends: np.ndarray,
-        pools: dict[str, np.ndarray],
-        frame_keys: list[FrameKey],
-        tokens: Sequence[str] = (),
+        self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey], tokens: Sequence[str] = ()
     ) -> None:
-        self._text, self._ends, self._pools = text, ends, pools
+        self._content, self._ends = content, ends
         self.frame_keys, self.tokens = frame_keys, tokens
 
     def __len__(self) -> int:
@@ -61,19 +53,7 @@ class InfoTable(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
-        return json.loads(self._text[start : self._ends[index]].tobytes(), object_hook=self._decoded)
-
-    def _decoded(self, value: dict) -> Any:
-        """Return a dict of the JSON, or the array for which it stands."""
-        kind = value.get(_ARRAY)
-        if kind is None:
-            return value
-        if kind == "dict":
-            return {key: item for key, item in value["items"]}  # noqa: C416 (the pairs are lists)
-        if kind == "text":
-            return np.array(value["items"], dtype=str)
-        end = value["at"] + int(np.prod(value["shape"], dtype=np.int64))
-        return self._pools[kind][value["at"] : end].reshape(value["shape"]).copy()
+        return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]]))
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
@@ -108,38 +88,6 @@ def frame_tokens(infos: Sequence[dict]) -> list[str]:
     return [str(token) for token in tokens] if all(tokens) else []
 
 
-def _encode(value: Any, pools: dict[str, bytearray], where: str) -> Any:
-    """Return ``value`` in types of JSON, after putting its arrays into the pools. ``where`` names it in messages."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_encode(item, pools, where) for item in value]
-    if isinstance(value, dict):
-        items = {key: _encode(item, pools, f"{where}: {key}") for key, item in value.items()}
-        if all(isinstance(key, str) for key in items) and _ARRAY not in items:
-            return items
-        # This is a dict such as map_annos, whose keys are class numbers.
-        return {_ARRAY: "dict", "items": [[_encode(key, pools, where), item] for key, item in items.items()]}
-    if not isinstance(value, np.ndarray):
-        raise InvalidTypeError(
-            f"{where}: an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}"
-        )
-    if value.dtype.kind in "US" or (value.dtype == object and all(isinstance(x, str) for x in value.flat)):
-        return {_ARRAY: "text", "items": value.astype(str).tolist()}
-    if value.dtype.name not in pools and value.dtype.kind in "iuf":
-        smallest = np.float32 if value.dtype.kind == "f" else np.int64
-        value = value.astype(smallest) if np.can_cast(value.dtype, smallest) else value
-    if value.dtype.name not in pools:
-        raise InvalidTypeError(
-            f"{where}: an info file holds arrays of {', '.join(pools)} or text, got {value.dtype}"
-        )
-    pool = pools[value.dtype.name]
-    reference = {_ARRAY: value.dtype.name, "at": len(pool) // value.itemsize, "shape": list(value.shape)}
-    pool += value.tobytes()
-    return reference
-
-
 def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     """Write an info file.
 
@@ -155,19 +103,23 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
-    infos, texts = list(infos), []
-    pools = {name: bytearray() for name in _POOL_TYPES}
+    infos, pickles = list(infos), []
     header = {"format": _FORMAT, "metadata": metadata}
     values = {"header": header, "frame_keys": frame_keys(infos, str(path)), "tokens": frame_tokens(infos)}
     for index, info in enumerate(infos):
-        encoded = _encode(info, pools, f"frame {info.get('token') or index} of {path}")
-        texts.append(json.dumps(encoded, separators=(",", ":")).encode())
+        try:
+            pickles.append(pickle.dumps(info))
+            load_numpy_pickle(io.BytesIO(pickles[-1]))
+        except (pickle.PickleError, TypeError, AttributeError) as error:
+            raise InvalidTypeError(
+                f"frame {info.get('token') or index} of {path}: an info file holds numbers, text, lists, dicts and "
+                f"arrays, but {error}"
+            ) from error
     arrays: dict[str, Any] = {name: np.array(json.dumps(value)) for name, value in values.items()}
-    arrays |= {f"pool_{name}": np.frombuffer(pool, name) for name, pool in pools.items()}
-    text = np.frombuffer(b"".join(texts), dtype=np.uint8)
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    content = np.frombuffer(b"".join(pickles), dtype=np.uint8)
+    ends = np.cumsum([len(one) for one in pickles], dtype=np.int64)
     with written_whole(path) as partial:
-        np.savez(partial, text=text, ends=ends, **arrays)
+        np.savez(partial, content=content, ends=ends, **arrays)
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
@@ -211,10 +163,9 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             header = json.loads(str(file["header"]))
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
-            pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             tokens = json.loads(str(file["tokens"]))
-            return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
+            return InfoTable(file["content"], file["ends"], keys, tokens), header["metadata"]
     except (KeyError, OSError, *DAMAGED) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
 

@@ -28,7 +28,7 @@ from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS = 12
 
-_GENERATOR_VERSION = 4
+_GENERATOR_VERSION = 5
 _STAMP = "driving_scenes.json"
 _SPLITS = ("train", "val", "test")
 _MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
