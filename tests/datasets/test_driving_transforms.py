@@ -156,11 +156,13 @@ def test_loading_errors(tmp_path):
         "img_filename": [*record["img_filename"][:3], str(tmp_path / "no.jpg"), *record["img_filename"][4:]]
     }
     with pytest.raises(
-        FileNotFoundError, match=r"no.jpg of camera CAM_BACK, frame train-0000-00, does not exist"
+        FileNotFoundError, match=r"no.jpg of camera CAM_BACK in frame train-0000-00 does not exist"
     ):
         T.LoadMultiViewImageFromFiles()(missing)
     (tmp_path / "bad.jpg").write_bytes(b"none")
-    with pytest.raises(ValueError, match=r"cannot read image .*bad.jpg \(4 bytes\) of camera CAM_FRONT"):
+    with pytest.raises(
+        ValueError, match=r"cannot read image .*bad.jpg of camera CAM_FRONT in .* \(4 bytes\)"
+    ):
         T.LoadMultiViewImageFromFiles()(record | {"img_filename": [str(tmp_path / "bad.jpg")] * 6})
     with pytest.raises(FileNotFoundError, match=r"LoadPointsFromFile: .* does not exist"):
         T.LoadPointsFromFile("LIDAR", 3)({"pts_filename": str(tmp_path / "no.bin")})

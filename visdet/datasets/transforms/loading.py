@@ -1,5 +1,7 @@
 """Transforms that read images and annotations."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import cv2
@@ -94,11 +96,7 @@ class LoadImageFromFile(BaseTransform):
 
     def _read(self, path: str, expected_shape: tuple) -> np.ndarray:
         """Return RGB values, uint8 [H, W, 3]."""
-        with reading(f"LoadImageFromFile: image {path}"):
-            check_no_pipe(path, f"LoadImageFromFile: image {path}")
-            content = fileio.get(path, backend_args=self.backend_args)
-        with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as image:
-            say_extra_frames("LoadImageFromFile", path, image)
+        with opened("LoadImageFromFile", path, self.backend_args, self.max_pixels) as image:
             rgb = self.rgb_of(image, path, expected_shape)
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
             raise InvalidInputError(
@@ -117,18 +115,38 @@ class LoadImageFromFile(BaseTransform):
         """
         shown_size, stored_size = sizes_of(image)
         is_of_stored = shown_size[::-1] != expected_shape == stored_size[::-1]
-        return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored), path)
+        return to_rgb(
+            turned(image, self.color_type == "color" and not is_of_stored), "LoadImageFromFile", path
+        )
 
 
-def _to_rgb(image: Image.Image, path: str) -> np.ndarray:
-    """Return the RGB values of an image of any mode, uint8 [H, W, 3]."""
+@contextmanager
+def opened(
+    reader: str, path: str, backend_args: dict | None, max_pixels: int | None = MAX_PIXELS, of: str = ""
+) -> Iterator[Image.Image]:
+    """Yield the image of a file, whose pixels are not decoded yet; see :func:`visdet.files.images.open_image`.
+
+    Args:
+        reader: the name of the transform, for messages. path: the file. of: more words on it, for messages.
+        backend_args: mmengine's file backend. max_pixels: see :class:`LoadImageFromFile`.
+    """
+    with reading(f"{reader}: image {path}{of}"):
+        check_no_pipe(path, f"{reader}: image {path}{of}")
+        content = fileio.get(path, backend_args=backend_args)
+    with open_image(f"{path}{of}", content, f"{reader}: ", max_pixels) as image:
+        say_extra_frames(reader, path, image)
+        yield image
+
+
+def to_rgb(image: Image.Image, reader: str, path: str) -> np.ndarray:
+    """Return the RGB values of an image of any mode, uint8 [H, W, 3]. The others are as for :func:`opened`."""
     if image.mode.startswith(("I", "F")):
         values = np.asarray(image)
         if image.mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
             raise ValueError(
                 f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
             )
-        upper_byte = upper_bytes(values.astype(np.uint16), "LoadImageFromFile", path)
+        upper_byte = upper_bytes(values.astype(np.uint16), reader, path)
         return np.repeat(upper_byte[..., None], 3, axis=2)
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.

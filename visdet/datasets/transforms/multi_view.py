@@ -1,6 +1,5 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
-import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -13,23 +12,20 @@ from mmengine.logging import print_log
 from PIL import Image
 
 from visdet.checks.arguments import Above0, Positive, Range
-from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import check_no_pipe, open_image, orientation_of, say_extra_frames, turned
+from visdet.errors import InvalidInputError, reading
+from visdet.files.images import orientation_of, sizes_of, turned
 from visdet.registry import TRANSFORMS
 from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
+from .loading import opened, to_rgb
 
-# What libjpeg can divide the sides of an image by while it decodes, the largest first.
-_REDUCTIONS = {
-    8: cv2.IMREAD_REDUCED_COLOR_8,
-    4: cv2.IMREAD_REDUCED_COLOR_4,
-    2: cv2.IMREAD_REDUCED_COLOR_2,
-}
-
-_JPEG = b"\xff\xd8"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_REDUCTIONS = (
+    8,
+    4,
+    2,
+)  # what libjpeg can divide the sides of an image by while it decodes, the largest first
 
 
 @TRANSFORMS.register_module()
@@ -48,8 +44,7 @@ class LoadMultiViewImageFromFiles(BaseTransform):
 
     Raises:
         FileNotFoundError: the file of a camera is missing.
-        ValueError: a file is not an image, or has more pixels than OpenCV's limit, which the environment variable
-            OPENCV_IO_MAX_IMAGE_PIXELS sets.
+        ValueError: a file is not an image, is damaged, or has more than 2 ** 30 pixels.
 
     Source: the name is mmdet3d's. Difference: images are uint8, and a list instead of a stacked array.
     """
@@ -84,55 +79,17 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         self, path: str, camera: str, token: str | None, resize: float
     ) -> tuple[np.ndarray, tuple[int, int]]:
         """Return the image of a file and the (height, width) that it has without being reduced."""
-        where = f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token},"
-        with reading(where):
-            check_no_pipe(path, where)
-            content = fileio.get(path, backend_args=self.backend_args)
-        reason = ""
-        flag, size = _reduction(content, resize, self.turns)
-        try:
-            image = _stored_tiff(path, content, self.turns)
-            if image is None and content:
-                image = cv2.imdecode(np.frombuffer(content, np.uint8), flag)
-        except cv2.error as error:
-            image, reason = None, f": {error.err}"
-        if image is None:
-            raise InvalidInputError(
-                f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera "
-                f"{camera}{reason}"
-            )
-        return image, size or image.shape[:2]
-
-
-def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[int, int] | None]:
-    """Return OpenCV's flag that decodes an image for this resize factor, and its (height, width) if it is reduced.
-
-    If ``turns`` is True, an image that its EXIF data turn is not reduced.
-    """
-    orientation_flag = 0 if turns else cv2.IMREAD_IGNORE_ORIENTATION
-    whole = cv2.IMREAD_COLOR | orientation_flag
-    divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
-    if divisor is None:
-        return whole, None
-    with contextlib.suppress(UserError), open_image("", content) as picture:
-        if picture.format == "JPEG" and not (turns and orientation_of(picture) != 1):
-            return _REDUCTIONS[divisor] | orientation_flag, (picture.height, picture.width)
-    return whole, None  # OpenCV says what is wrong with the file, if anything is.
-
-
-def _stored_tiff(path: str, content: bytes, turns: bool) -> np.ndarray | None:
-    """Return the stored raster of a TIFF image that has an orientation, BGR [H, W, 3], or None for any other file.
-
-    The result is also None if ``turns`` is True. Further pages or frames of a file are said. OpenCV turns such an image
-    whatever its flags say (findings/opencv_tiff_orientation.sh).
-    """
-    if content.startswith(_JPEG):
-        return None
-    with contextlib.suppress(UserError), open_image(path, content) as picture:
-        say_extra_frames("LoadMultiViewImageFromFiles", path, picture)
-        if content.startswith(_TIFF) and not turns and orientation_of(picture) != 1:
-            return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
-    return None  # OpenCV says what is wrong with the file, if anything is.
+        of = f" of camera {camera} in frame {token}"
+        with opened("LoadMultiViewImageFromFiles", path, self.backend_args, of=of) as picture:
+            shown, stored = sizes_of(picture)
+            width, height = shown if self.turns else stored
+            divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
+            if divisor and not (self.turns and orientation_of(picture) != 1):
+                picture.draft(
+                    "RGB", (width // divisor, height // divisor)
+                )  # It has no effect on other formats.
+            rgb = to_rgb(turned(picture, self.turns), "LoadMultiViewImageFromFiles", path)
+        return cv2.cvtColor(rgb, cv2.COLOR_RGB2BGR), (height, width)
 
 
 @TRANSFORMS.register_module()
