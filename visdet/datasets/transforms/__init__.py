@@ -22,10 +22,9 @@ if TYPE_CHECKING:
         LoadPointsFromFile,
         MultiScaleDepthMapGenerator,
         NormalizeMultiviewImage,
-        PhotoMetricDistortionMultiViewImage,
         ResizeCropFlipImage,
     )
-    from .photometric import PhotoMetricDistortion
+    from .photometric import PhotoMetricDistortion, PhotoMetricDistortionMultiViewImage
     from .wrappers import MixUp, Mosaic, RandomChoice, TorchvisionTransform
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -48,10 +47,9 @@ else:
                 "LoadPointsFromFile",
                 "MultiScaleDepthMapGenerator",
                 "NormalizeMultiviewImage",
-                "PhotoMetricDistortionMultiViewImage",
                 "ResizeCropFlipImage",
             ],
-            "photometric": ["PhotoMetricDistortion"],
+            "photometric": ["PhotoMetricDistortion", "PhotoMetricDistortionMultiViewImage"],
             "wrappers": ["MixUp", "Mosaic", "RandomChoice", "TorchvisionTransform"],
         },
     )

@@ -17,8 +17,7 @@ from visdet.files.images import orientation_of, sizes_of, turned
 from visdet.registry import TRANSFORMS
 from visdet.structures.poses import turn_about_z
 
-from .base import BaseTransform, uniform, uniform_int
-from .colour_distortion import ColourDistortion
+from .base import BaseTransform
 from .loading import opened, to_rgb
 
 _REDUCTIONS = (
@@ -297,54 +296,6 @@ def _resize_and_crop(
     scale_x, scale_y = width / resized[0], height / resized[1]
     box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
     return np.array(picture.resize((right - left, bottom - top), box=box))
-
-
-@TRANSFORMS.register_module()
-class PhotoMetricDistortionMultiViewImage(ColourDistortion):
-    """``PhotoMetricDistortion`` of the images of several cameras, each BGR uint8 [H, W, 3], by OpenCV.
-
-    Source: the name and defaults are mmdet3d's. Difference: the result is rounded and clipped to uint8. Intermediate
-    values are clipped to 0..255 only before the saturation or the hue changes.
-    """
-
-    def transform(self, results: dict) -> dict:
-        results["img"] = [self._distort(image) for image in results["img"]]
-        return results
-
-    def _distort(self, image: np.ndarray) -> np.ndarray:
-        table = np.arange(256, dtype=np.float32)  # what becomes of each value
-        if uniform_int(0, 1):
-            table += uniform(-self.brightness_delta, self.brightness_delta)
-        contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)
-        if contrast and contrast_comes_first:
-            table *= uniform(*self.contrast_range)
-        saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
-        if saturate or turn:
-            hsv: np.ndarray = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
-            hue: np.ndarray = hsv[..., 0]
-            saturation: np.ndarray = hsv[..., 1]
-            if saturate:
-                saturation *= uniform(*self.saturation_range)
-                np.minimum(saturation, 1, out=saturation)
-            if turn:
-                hue += uniform(-self.hue_delta, self.hue_delta)
-                hue -= 360 * np.floor(hue / 360)
-            values: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
-            values *= 255
-            if contrast and not contrast_comes_first:
-                values *= uniform(*self.contrast_range)
-            distorted = cv2.convertScaleAbs(values)  # rounded, and at most 255
-        else:
-            if contrast and not contrast_comes_first:
-                table *= uniform(*self.contrast_range)
-            distorted = cv2.LUT(image, np.clip(np.round(table), 0, 255).astype(np.uint8))
-        if uniform_int(0, 1):
-            channels = list(cv2.split(distorted))
-            for last in (2, 1):
-                other = uniform_int(0, last)
-                channels[last], channels[other] = channels[other], channels[last]
-            distorted = cv2.merge(channels)
-        return distorted
 
 
 @TRANSFORMS.register_module()

@@ -1,17 +1,21 @@
 """Transforms that change colours but not the geometry."""
 
-import torch
-from torchvision.transforms.v2 import functional as F
+from typing import Annotated
 
+import cv2
+import numpy as np
+import torch
+
+from visdet.checks.arguments import AtLeast0, Range
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
-from .base import uniform
-from .colour_distortion import ColourDistortion
+from .base import BaseTransform, uniform, uniform_int
 from .tv_results import set_image
 
 
 @TRANSFORMS.register_module()
-class PhotoMetricDistortion(ColourDistortion):
+class PhotoMetricDistortion(BaseTransform):
     """Changes brightness, contrast, saturation, hue and the order of the channels, each with probability one half.
 
     The steps are, in this order: brightness ``+ d``; contrast ``* a``, which is moved behind the hue with probability
@@ -27,43 +31,80 @@ class PhotoMetricDistortion(ColourDistortion):
     Raises:
         ValueError: a range or a delta is not valid.
 
-    Source: SSD's augmentation, with mmdet's names and defaults. Differences: values are clipped to 0..255 after each
-    step, and the dtype is kept, whereas mmdet continues with unbounded float32.
+    Source: SSD's augmentation, with mmdet's names and defaults, by OpenCV. Differences: values are clipped to 0..255
+    before the saturation or the hue changes, and the result is rounded to whole numbers and has the dtype of the image.
     """
 
     keeps_size = True
 
+    def __init__(
+        self,
+        brightness_delta: AtLeast0 = 32,
+        contrast_range: tuple[float, float] = (0.5, 1.5),
+        saturation_range: tuple[float, float] = (0.5, 1.5),
+        hue_delta: Annotated[float, Range(0, 180)] = 18,
+    ) -> None:
+        for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
+            if not 0 <= pair[0] <= pair[1]:
+                raise InvalidInputError(
+                    f"{type(self).__name__}: {name} must be 0 <= lowest <= highest, got {pair}"
+                )
+        self.brightness_delta = brightness_delta
+        self.contrast_range = tuple(contrast_range)
+        self.saturation_range = tuple(saturation_range)
+        self.hue_delta = hue_delta
+
     def transform(self, results: dict) -> dict:
-        dtype = results["img"].dtype
-        image = results["img"].as_subclass(torch.Tensor).float() / 255
-        contrast_comes_first = _coin()
-        if _coin():
-            image = (image + uniform(-self.brightness_delta, self.brightness_delta) / 255).clamp(0, 1)
-        contrast = uniform(*self.contrast_range) if _coin() else 1.0
-        if contrast_comes_first:
-            image = (image * contrast).clamp(0, 1)
-        if _coin():
-            image = _scale_saturation(image, uniform(*self.saturation_range))
-        if _coin():
-            # In a BGR image the hue changes in the opposite direction. Both directions are equally likely, so that the
-            # order of the channels does not matter.
-            image = F.adjust_hue(image, uniform(-self.hue_delta, self.hue_delta) / 360)
-        if not contrast_comes_first:
-            image = (image * contrast).clamp(0, 1)
-        if _coin():
-            image = image[torch.randperm(3)]
-        image = image * 255
-        set_image(results, image.round().to(dtype) if not dtype.is_floating_point else image)
+        image = results["img"].as_subclass(torch.Tensor)
+        pixels = image.round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+        # In an RGB image the hue changes in the opposite direction. Both directions are equally likely.
+        set_image(results, torch.from_numpy(self.distorted(pixels)).permute(2, 0, 1).to(image.dtype))
         return results
 
+    def distorted(self, image: np.ndarray) -> np.ndarray:
+        """Return an image, uint8 [H, W, 3], with other colours."""
+        table = np.arange(256, dtype=np.float32)  # what becomes of each value
+        if uniform_int(0, 1):
+            table += uniform(-self.brightness_delta, self.brightness_delta)
+        contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)
+        if contrast and contrast_comes_first:
+            table *= uniform(*self.contrast_range)
+        saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
+        if saturate or turn:
+            hsv: np.ndarray = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
+            hue: np.ndarray = hsv[..., 0]
+            saturation: np.ndarray = hsv[..., 1]
+            if saturate:
+                saturation *= uniform(*self.saturation_range)
+                np.minimum(saturation, 1, out=saturation)
+            if turn:
+                hue += uniform(-self.hue_delta, self.hue_delta)
+                hue -= 360 * np.floor(hue / 360)
+            values: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+            values *= 255
+            if contrast and not contrast_comes_first:
+                values *= uniform(*self.contrast_range)
+            distorted = cv2.convertScaleAbs(values)  # rounded, and at most 255
+        else:
+            if contrast and not contrast_comes_first:
+                table *= uniform(*self.contrast_range)
+            distorted = cv2.LUT(image, np.clip(np.round(table), 0, 255).astype(np.uint8))
+        if uniform_int(0, 1):
+            channels = list(cv2.split(distorted))
+            for last in (2, 1):
+                other = uniform_int(0, last)
+                channels[last], channels[other] = channels[other], channels[last]
+            distorted = cv2.merge(channels)
+        return distorted
 
-def _coin() -> bool:
-    return uniform(0, 1) < 0.5
 
+@TRANSFORMS.register_module()
+class PhotoMetricDistortionMultiViewImage(PhotoMetricDistortion):
+    """``PhotoMetricDistortion`` of the images of several cameras, a list of uint8 [H, W, 3].
 
-def _scale_saturation(image: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``image`` [3, H, W] with its HSV saturation times ``factor``, but at most 1. Hue and value stay."""
-    value = image.amax(dim=0)
-    chroma = value - image.amin(dim=0)
-    most = value / chroma.clamp(min=1e-6)
-    return value - (value - image) * most.clamp(max=factor)
+    Source: the name and defaults are mmdet3d's.
+    """
+
+    def transform(self, results: dict) -> dict:
+        results["img"] = [self.distorted(image) for image in results["img"]]
+        return results
