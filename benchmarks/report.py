@@ -1,4 +1,4 @@
-"""The report, which is JSON, and a table of it in Markdown on the terminal."""
+"""The report, which is JSON, and the options of the programs that write one."""
 
 import argparse
 import json
@@ -62,42 +62,7 @@ def facts_of(report: Report) -> str:
     return ", ".join(f"{label} {value}" for label, value in report["environment"].items())
 
 
-def short_table(report: Report) -> str:
-    """Return a table with case, dtype, pass, time, percent of the floor, ratios of peers."""
-    peers = _peers(report)
-    rows = [["case", "dtype", "pass", "median", "floor", *peers]]
-    for result in report["results"]:
-        name = [f"{result['op']}/{result['case']}", result["dtype"]]
-        if not result["gate"]["passed"]:
-            rows.append([*name, "not timed: red gate", *[""] * (len(peers) + 2)])
-        for kind, figures in result["passes"].items():
-            ratios = [_ratio(result, peer, kind) for peer in peers]
-            median, percent = _time(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
-            rows.append([*name, _label(kind), median, percent, *ratios])
-    return "\n".join(table(rows[0], rows[1:]))
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-
-
-def _peers(report: Report) -> list[str]:
-    return list(dict.fromkeys(peer for result in report["results"] for peer in result["peers"]))
-
-
-def _label(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
-def _ratio(result: dict[str, Any], peer: str, kind: str) -> str:
-    ratio = result["peers"].get(peer, {}).get("times_slower", {}).get(kind)
-    return "" if ratio is None else f"{peer} {ratio:.3g}x"
-
-
-def _time(us: float) -> str:
-    """Return ``us`` as text with at least three significant digits, in ms from 10 ms on."""
-    if us >= 1e4:
-        return f"{us / 1e3:.0f} ms" if us >= 1e5 else f"{us / 1e3:.1f} ms"
-    return f"{us:.0f} µs" if us >= 100 else f"{us:.3g} µs"

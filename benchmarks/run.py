@@ -18,8 +18,8 @@ from .case import Case, dtype_name
 from .environment import describe
 from .floors import floors_of
 from .measure import measure
-from .report import facts_of, options_of, parser_of, short_table, write_report
-from .write_docs import write_docs
+from .report import facts_of, options_of, parser_of, write_report
+from .write_docs import time_row, times_table, write_docs
 
 
 def all_cases() -> list[Case]:
@@ -77,7 +77,8 @@ def run(
                 print(f"  FAILED: {kind}: {problem}", flush=True)
             report["results"].append(result)
             write_report(report, out / "bench.json")
-    print(f"\n{short_table(report)}\n\nwrote {out / 'bench.json'}")
+    rows = [time_row(result) | {"case": f"{result['op']}/{result['case']}"} for result in report["results"]]
+    print("", *times_table(rows), "", f"wrote {out / 'bench.json'}", sep="\n")
     return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])
 
 

@@ -50,7 +50,7 @@ def device_name(environment: dict[str, str]) -> str:
 def add_report(figures: Figures, report: dict[str, Any], ops: Container[str]) -> None:
     """Replace the times, or the paths, of every operator of ``ops`` that ``report`` holds."""
     kind = "paths" if "rows" in report else "times"
-    rows = _path_rows(report["rows"]) if kind == "paths" else [_time_row(r) for r in report["results"]]
+    rows = _path_rows(report["rows"]) if kind == "paths" else [time_row(r) for r in report["results"]]
     facts = {key: report["environment"][key] for key in FACTS if key in report["environment"]}
     command = report.get("command", "python -m benchmarks.paths")
     facts["command"] = re.sub(r" --(out \S+|write-docs)", "", command)
@@ -85,7 +85,7 @@ def rendered(text: str, pages: Path = PAGES) -> str:
     return BLOCK.sub(block, text)
 
 
-def _time_row(result: dict[str, Any]) -> Row:
+def time_row(result: dict[str, Any]) -> Row:
     """Return the figures that the tables show. A floor under a tenth of the time says nothing and is left out."""
     # On a GPU, the backward has a column of its own. On a CPU, it is shown together with the forward. The time in which
     # torch fills new memory is left out.
@@ -155,17 +155,22 @@ def _sizes(section: dict[str, Any]) -> str:
 
 
 def _times(section: dict[str, Any]) -> list[str]:
-    columns = list(dict.fromkeys(name for row in section["rows"] for name in row["passes"]))
-    peers = list(dict.fromkeys(peer for row in section["rows"] for peer in row["slower"]))
+    return [*times_table(section["rows"]), "", _sizes(section)]
+
+
+def times_table(rows: Sequence[Row]) -> list[str]:
+    """Return a table with the times of cases, beside their floors, and how many times slower the peers are."""
+    columns = list(dict.fromkeys(name for row in rows for name in row["passes"]))
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["slower"]))
     body = []
-    for row in section["rows"]:
+    for row in rows:
         cells = [_time_cell(row["passes"].get(name)) for name in columns]
         for peer in peers:
             slower = row["slower"].get(peer, {})
             cells.append("/".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
     header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
-    return [*table(header, body), "", _sizes(section)]
+    return table(header, body)
 
 
 def _time_cell(figures: dict[str, float] | None) -> str:

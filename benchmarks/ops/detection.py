@@ -1,4 +1,4 @@
-"""Cases of the detection operators with mmdet's usual sizes, compared with torchvision, mmcv and plain torch."""
+"""Cases of the detection operators with mmdet's usual sizes, compared with torchvision and plain torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
-from visdet.compat.extensions import provided
 from visdet.ops.box_iou_rotated import box_iou_rotated_reference
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.deform_conv2d import deform_conv2d_reference
@@ -70,21 +69,6 @@ def _torchvision(make: Callable[[Any], Function], differentiable: tuple[int, ...
     return Peer("torchvision", load)
 
 
-def _mmcv(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> Peer:
-    """Return the peer whose function ``make`` selects from mmcv.ops. An mmcv with visdet's operators is not a peer."""
-
-    def load() -> Callable[..., Call]:
-        import mmcv._ext
-        import mmcv.ops
-
-        if "mmcv._ext" in provided():
-            raise ImportError("mmcv has no operators of its own")
-        function = make(mmcv.ops)
-        return lambda *arguments: Call(function, arguments, differentiable)
-
-    return Peer("mmcv", load)
-
-
 def _work(case: tuple[Any, ...], outputs: int, dtype: torch.dtype) -> dict[str, Work]:
     """Return the bytes of forward and backward.
 
@@ -111,7 +95,6 @@ def _case(
     differentiable: dict[str, int] | None = None,
     outputs: int = 0,
     torchvision: Callable[[Any], Function] | None = None,
-    mmcv: Callable[[Any], Function] | None = None,
     is_contestant: bool = True,
     dtypes: tuple[torch.dtype, ...] = FLOAT32,
     **changes: Any,
@@ -122,7 +105,6 @@ def _case(
     plain = peer_of("torch", reference, positions)
     peers = [plain] if is_contestant else []
     peers += [_torchvision(torchvision, positions)] if torchvision else []
-    peers += [_mmcv(mmcv, positions)] if mmcv else []
     return Case(
         op=op,
         name=name,
@@ -155,11 +137,6 @@ def _one_hot(target: Tensor, C: int, dtype: torch.dtype) -> Tensor:
     return F.one_hot(target, C + 1)[:, :C].to(dtype)
 
 
-def _softmax_focal_by_steps(logits: Tensor, target: Tensor) -> Tensor:
-    p = logits.softmax(1)[torch.arange(len(target), device=target.device), target]
-    return -0.25 * (1 - p) ** 2 * p.log()
-
-
 FPN = (2, 256, 100, 152)
 STAGE = (2, 256, 50, 76)
 ROWS = 12000
@@ -173,7 +150,6 @@ CASES = [
         _with_kept(partial(_plain_nms, 0.7)),
         is_contestant=False,
         torchvision=lambda tv: _with_kept(lambda boxes, scores, _: tv.nms(boxes, scores, 0.7)),
-        mmcv=lambda mm: lambda boxes, scores, _: mm.nms(boxes, scores, 0.7)[0],
     ),
     _case(
         "batched_nms",
@@ -186,7 +162,6 @@ CASES = [
         torchvision=lambda tv: _with_kept(
             lambda boxes, scores, idxs: tv.batched_nms(boxes, scores, idxs, 0.5)
         ),
-        mmcv=lambda mm: lambda *given: mm.batched_nms(*given, dict(type="nms", iou_threshold=0.5))[0],
     ),
     _case(
         "nms_rotated",
@@ -196,7 +171,6 @@ CASES = [
         lambda boxes, scores: ops.nms_rotated(boxes, scores, 0.1)[0],
         _plain_nms_rotated,
         is_contestant=False,
-        mmcv=lambda mm: lambda boxes, scores: mm.nms_rotated(boxes, scores, 0.1)[0],
     ),
     _case(
         "box_iou_rotated",
@@ -206,7 +180,6 @@ CASES = [
         lambda boxes1, boxes2: ops.box_iou_rotated(boxes1, boxes2),
         lambda boxes1, boxes2: box_iou_rotated_reference(boxes1, boxes2, 0, False),
         outputs=100 * 21824,
-        mmcv=lambda mm: lambda boxes1, boxes2: mm.box_iou_rotated(boxes1, boxes2),
     ),
     _case(
         "soft_nms",
@@ -215,7 +188,6 @@ CASES = [
         dict(N=1000, classes=1),
         lambda boxes, scores, idxs: ops.soft_nms(boxes, scores, 0.3)[0],
         lambda boxes, scores, idxs: _soft_reference(boxes, scores),
-        mmcv=lambda mm: lambda boxes, scores, _: mm.soft_nms(boxes, scores, 0.3)[0],
     ),
     _case(
         "roi_align",
@@ -227,7 +199,6 @@ CASES = [
         differentiable={"input": 0},
         outputs=512 * 256 * 49,
         torchvision=lambda tv: lambda x, rois: tv.roi_align(x, rois.to(x.dtype), 7, 1 / 8, 0, True),
-        mmcv=lambda mm: lambda x, rois: mm.roi_align(x, rois.to(x.dtype), 7, 1 / 8),
         dtypes=(torch.float32, torch.bfloat16),
     ),
     _case(
@@ -242,7 +213,6 @@ CASES = [
         outputs=512 * 256 * 49 * 2,
         # torchvision's bins differ, so that only its time can be compared.
         torchvision=lambda tv: lambda x, rois: tv.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
-        mmcv=lambda mm: lambda x, rois: mm.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
         dtypes=ALL,
     ),
     _case(
@@ -257,7 +227,6 @@ CASES = [
         differentiable={"input": 0, "offset": 1, "weight": 2},
         outputs=2 * 256 * 50 * 76,
         torchvision=lambda tv: lambda x, offset, weight: tv.deform_conv2d(x, offset, weight, padding=1),
-        mmcv=lambda mm: lambda x, offset, weight: mm.deform_conv2d(x, offset, weight, 1, 1),
         dtypes=ALL,
     ),
     _case(
@@ -274,9 +243,6 @@ CASES = [
         torchvision=lambda tv: (
             lambda x, offset, mask, weight: tv.deform_conv2d(x, offset, weight, padding=1, mask=mask)
         ),
-        mmcv=lambda mm: (
-            lambda x, offset, mask, weight: mm.modulated_deform_conv2d(x, offset, mask, weight, None, 1, 1)
-        ),
         dtypes=ALL,
     ),
     *(
@@ -292,24 +258,10 @@ CASES = [
             torchvision=lambda tv: (
                 lambda x, target: tv.sigmoid_focal_loss(x, _one_hot(target, x.shape[1], x.dtype))
             ),
-            mmcv=lambda mm: lambda x, target: mm.sigmoid_focal_loss(x, target, 2.0, 0.25, None, "none"),
             dtypes=ALL,
             heavy=N > ROWS,
         )
         for N in (ROWS, 200_000)
-    ),
-    _case(
-        "softmax_focal_loss",
-        f"softmax-focal-{ROWS}x81",
-        inputs.classified,
-        dict(N=ROWS, C=81),
-        lambda x, target: ops.softmax_focal_loss(x, target.clamp(max=80), reduction="none"),
-        lambda x, target: _softmax_focal_by_steps(x, target.clamp(max=80)),
-        differentiable={"input": 0},
-        outputs=ROWS,
-        mmcv=lambda mm: (
-            lambda x, target: mm.softmax_focal_loss(x, target.clamp(max=80), 2.0, 0.25, None, "none")
-        ),
     ),
     _case(
         "carafe",
@@ -320,7 +272,6 @@ CASES = [
         lambda x, masks: carafe_reference(x, masks, 5, 1, 2),
         differentiable={"features": 0, "masks": 1},
         outputs=256 * 100 * 152,
-        mmcv=lambda mm: lambda x, masks: mm.carafe(x, masks, 5, 1, 2),
         dtypes=ALL,
     ),
     _case(
@@ -342,6 +293,5 @@ CASES = [
         _corner_pool_by_doubling,
         differentiable={"input": 0},
         outputs=2 * 128**3,
-        mmcv=lambda mm: mm.CornerPool("left"),
     ),
 ]

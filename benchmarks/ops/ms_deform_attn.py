@@ -1,6 +1,5 @@
 """Cases of ms_deform_attn, with shapes of encoders, decoders and many images, and sizes without special kernels."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -128,31 +127,6 @@ def grid_sample_path(
     return summed.transpose(1, 2).contiguous().to(value.dtype)
 
 
-def _load_mmcv() -> Any:
-    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
-
-    def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
-        tensors = (value, shapes.to(value.device), starts.to(value.device), locations, weights)
-        return Call(
-            MultiScaleDeformableAttnFunction.apply, (*tensors, _im2col_step(value.shape[0])), (0, 3, 4)
-        )
-
-    return adapt
-
-
-def _load_dcnv4() -> Any:
-    from DCNv4.functions import FlashDeformAttnFunction
-
-    def adapt(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Call:
-        # DCNv4 takes logits after the locations, in the dtype of value. The softmax of log(weights) is weights.
-        packed = torch.cat([locations.flatten(3), weights.log().flatten(3)], -1).to(value.dtype)
-        tensors = (value, shapes.to(value.device), starts.to(value.device), packed)
-        arguments = (*tensors, _im2col_step(value.shape[0]), weights.shape[-1])
-        return Call(FlashDeformAttnFunction.apply, arguments, (0, 3))
-
-    return adapt
-
-
 def _load_deformops(backend: str | None) -> Any:
     """Load deformops 3, which needs Python 3.12.
 
@@ -173,15 +147,8 @@ def _load_deformops(backend: str | None) -> Any:
     return adapt
 
 
-def _im2col_step(B: int) -> int:
-    """Return the number of batch entries per launch, which is 64, or for larger batches a common divisor with 64."""
-    return 64 if B <= 64 else math.gcd(64, B)
-
-
 PEERS = (
     peer_of("torch", grid_sample_path, (0, 3, 4)),
-    Peer("mmcv", _load_mmcv),
-    Peer("DCNv4", _load_dcnv4),
     Peer("deformops", partial(_load_deformops, None)),
     Peer("deformops CUDA", partial(_load_deformops, "cuda")),
 )

@@ -1,4 +1,4 @@
-"""Cases of furthest point sampling and of the searches of neighbours, with the sizes of VoteNet and PointRCNN."""
+"""Cases of furthest point sampling and of the searches of neighbours, with the sizes of VoteNet."""
 
 from collections.abc import Callable
 from functools import partial
@@ -94,5 +94,4 @@ CASES = [
     _balls("votenet", 0.2, 64, B=8, N=20000, M=2048, heavy=1),
     _nearest("three-tiny", 3, B=2, N=256, M=1024),
     _nearest("three-votenet", 3, B=8, N=1024, M=2048),
-    _nearest("three-pointrcnn", 3, B=2, N=4096, M=16384, heavy=1),
 ]

@@ -1,4 +1,4 @@
-"""roi_align on the levels of an FPN, beside torchvision's and mmcv's."""
+"""roi_align on the levels of an FPN, beside torchvision's."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from visdet import ops
 from visdet.ops.roi_align import roi_align_reference
 
-from ..case import seeded
+from ..case import Case, seeded
 from ..detection_inputs import random
 from .detection import _case
 
@@ -24,27 +24,21 @@ def _of_level(dtype: torch.dtype, device: torch.device, *, N: int, level: int) -
     return *x, rois.to(device)
 
 
-CASES = [
-    *(
-        _case(
-            "roi_align",
-            f"roi-align-P{level}-{size}x{size}",
-            _of_level,
-            dict(N=1024, level=level),
-            lambda x, rois, level=level, size=size: ops.roi_align(x, rois, size, 1 / 2**level),
-            lambda x, rois, level=level, size=size: roi_align_reference(x, rois, size, 1 / 2**level),
-            differentiable={"input": 0},
-            is_contestant=False,
-            outputs=1024 * 256 * size * size,
-            torchvision=lambda tv, level=level, size=size: (
-                lambda x, rois: tv.roi_align(x, rois.to(x.dtype), size, 1 / 2**level, 0, True)
-            ),
-            mmcv=lambda mm, level=level, size=size: (
-                lambda x, rois: mm.roi_align(x, rois.to(x.dtype), size, 1 / 2**level)
-            ),
-            heavy=True,
-        )
-        for level in (2, 3, 4, 5)
-        for size in (7, 14)
-    ),
-]
+def _level_case(level: int) -> Case:
+    scale = 1 / 2**level
+    return _case(
+        "roi_align",
+        f"roi-align-P{level}-7x7",
+        _of_level,
+        dict(N=1024, level=level),
+        lambda x, rois: ops.roi_align(x, rois, 7, scale),
+        lambda x, rois: roi_align_reference(x, rois, 7, scale),
+        differentiable={"input": 0},
+        is_contestant=False,
+        outputs=1024 * 256 * 49,
+        torchvision=lambda tv: lambda x, rois: tv.roi_align(x, rois.to(x.dtype), 7, scale, 0, True),
+        heavy=True,
+    )
+
+
+CASES = [_level_case(2), _level_case(5)]
