@@ -19,8 +19,7 @@ model = dict(
 
 train_dataloader = dict(batch_size=6)
 val_evaluator = [
-    dict(type="NuScenesMetric"),
-    dict(type="VectorMapMetric"),
+    *_base_.val_evaluator,
     dict(type="TrackingMetric"),
     dict(type="MotionMetric"),
     dict(type="PlanningMetric"),

@@ -10,11 +10,7 @@ _base_ = [
 
 model = dict(data_preprocessor={{_base_.data_preprocessor}})
 val_evaluator = [
-    dict(
-        type="NuScenesMetric",
-        class_range={{_base_.class_range}},
-    ),
-    dict(type="VectorMapMetric"),
+    *_base_.val_evaluator,
     dict(type="TrackingMetric", class_range={{_base_.class_range}}),
 ]
 test_evaluator = val_evaluator

@@ -15,34 +15,12 @@ model = dict(
 
 # Frames of a sequence resemble each other, so that a training step of planning needs as many sequences as possible.
 # Those of a frozen first stage need no depth maps.
-train_dataloader = dict(
-    batch_size=8,
-    dataset=dict(
-        pipeline=[
-            dict(type="LoadMultiViewImageFromFiles"),
-            dict(type="ResizeCropFlipImage"),
-            dict(type="BBoxRotation"),
-            dict(type="CircleObjectRangeFilter", class_dist_thred={{_base_.training_range}}),
-            dict(type="InstanceNameFilter", classes={{_base_.class_names}}),
-            dict(
-                type="VectorizeMap",
-                roi_size={{_base_.roi_size}},
-                normalize=False,
-                sample_num=20,
-                permute=True,
-            ),
-            dict(type="NuScenesSparse4DAdaptor"),
-            dict(type="PackDrivingInputs"),
-        ]
-    ),
-)
+depth_steps = ("LoadPointsFromFile", "MultiScaleDepthMapGenerator")
+train_pipeline = [step for step in _base_.train_pipeline if step["type"] not in depth_steps]
+train_dataloader = dict(batch_size=8, dataset=dict(pipeline=train_pipeline))
 
 val_evaluator = [
-    dict(
-        type="NuScenesMetric",
-        class_range={{_base_.class_range}},
-    ),
-    dict(type="VectorMapMetric"),
+    *_base_.val_evaluator,
     dict(type="TrackingMetric", class_range={{_base_.class_range}}),
     dict(type="MotionMetric", class_range=dict(car=30, pedestrian=24)),
     dict(type="PlanningMetric"),

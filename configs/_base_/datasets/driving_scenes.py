@@ -82,20 +82,7 @@ val_dataloader = dict(
 )
 # The settings of the toy models were chosen on the validation split, so that their figures come from this one.
 test_dataloader = dict(
-    batch_size=1,
-    num_workers=0,
-    drop_last=False,
-    sampler=dict(type="SceneSampler"),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        ann_file="driving_infos_test.npz",
-        classes=class_names,
-        map_classes=map_class_names,
-        pipeline=test_pipeline,
-        data_aug_conf=data_aug_conf,
-        test_mode=True,
-    ),
+    val_dataloader, dataset=dict(val_dataloader["dataset"], ann_file="driving_infos_test.npz")
 )
 
 val_evaluator = [
