@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
-from visdet.ops import modulated_deform_conv2d, ms_deform_attn
+from visdet.ops import carafe, ms_deform_attn
 from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm
 from visdet.ops.ms_deform_attn import level_starts_of
 
@@ -52,8 +52,9 @@ def moved(argument, device):
 
 # Plain torch serves what their kernels do not.
 LINEAR = ("group_points", "three_interpolate")
-# On the CPU, box_key_points is plain torch. That of render_rays has the further derivatives, too.
-ONCE = [name for name in NAMES if name not in (*LINEAR, "box_key_points", "render_rays")]
+# On the CPU, box_key_points is plain torch. That of the others has the further derivatives, too.
+SMOOTH = ("box_key_points", "render_rays", "deform_conv2d", "modulated_deform_conv2d")
+ONCE = [name for name in NAMES if name not in (*LINEAR, *SMOOTH)]
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -133,11 +134,11 @@ def test_no_gradient_is_differentiated(name, allow_unused):
 
 def test_a_bias_beside_an_operator_hides_no_second_derivative():
     """The result leads to all arguments by way of the bias's gradient, too, which is a part of the derivative alone."""
-    x, weight, bias = (rand(*shape).requires_grad_() for shape in ((1, 2, 5, 5), (2, 2, 3, 3), (2,)))
-    out = modulated_deform_conv2d(x, rand(1, 18, 5, 5), rand(1, 9, 5, 5), weight, bias, 1, 1)
-    grads = torch.autograd.grad(out.square().sum(), (x, weight, bias), create_graph=True)
-    with pytest.raises(RuntimeError, match="deform_conv2d: it has no second derivative"):
-        torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
+    x, masks, bias = (rand(*shape).requires_grad_() for shape in ((1, 2, 5, 5), (1, 9, 5, 5), (2, 1, 1)))
+    out = carafe(x, masks, 3, 1, 1) + bias
+    grads = torch.autograd.grad(out.square().sum(), (x, masks, bias), create_graph=True)
+    with pytest.raises(RuntimeError, match="carafe: it has no second derivative"):
+        torch.autograd.grad(sum(grad.square().sum() for grad in grads), masks)
 
 
 def assert_recomputed_gradients_are_equal(function, leaf, **options):

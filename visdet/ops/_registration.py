@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -127,6 +127,7 @@ class Gradient:
         channels_last: the arguments whose gradients are channels last where they are so themselves.
         reference: the operator in plain torch, whose gradients are differentiable, and deterministic where the operator
             without a flag ``deterministic`` is not, on CUDA.
+        computed_with: by an argument without a flag, the argument with whose gradient its own is computed.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Gradient:
         wide: str | None = None,
         channels_last: Sequence[str] = (),
         reference: Callable[..., Tensor] | None = None,
+        computed_with: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         operator = self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
         arguments = getattr(torch.ops.visdet, name).default._schema.arguments
@@ -142,10 +144,10 @@ class Gradient:
         given = [argument.name for argument in operator._schema.arguments]
         results = [result.name.removeprefix("grad_") for result in operator._schema.returns]
         self._given, self._results, self._channels_last = given, results, channels_last
-        self._flags = [
-            None if flag == "deterministic" else names.index(flag.removeprefix("needs_"))
-            for flag in given[1 + len(names) :]
-        ]
+        self._flag_of = {name: f"needs_{computed_with.get(name, name)}" for name in results}
+        self._flags = []  # for each the places of its arguments, none for ``deterministic``
+        for flag in given[1 + len(names) :]:
+            self._flags.append([names.index(name) for name in results if self._flag_of[name] == flag])
         self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
         assert given[: 1 + len(names)] == ["grad_output", *names] and set(results) <= set(names), name
         self._wide = None if wide is None else names.index(wide)
@@ -158,8 +160,8 @@ class Gradient:
 
         def empty(name: str) -> Tensor:
             tensor = given[name]
-            if not given.get(f"needs_{name}", True):
-                return tensor.new_empty(0)
+            if tensor is None or not given.get(self._flag_of[name], True):
+                return (given["grad_output"] if tensor is None else tensor).new_empty(0)
             is_channels_last = name in self._channels_last and tensor.is_contiguous(
                 memory_format=torch.channels_last
             )
@@ -178,12 +180,15 @@ class Gradient:
             return gradients_of(self.reference, grad_output, (*tensors, *ctx.numbers), ctx.needs_input_grad)
         if self._wide is not None:
             grad_output = grad_output.to(tensors[self._wide].dtype)
-        flags = [
-            torch.are_deterministic_algorithms_enabled() if index is None else ctx.needs_input_grad[index]
-            for index in self._flags
-        ]
+        needs = ctx.needs_input_grad
+        flags = []
+        for places in self._flags:
+            is_needed = any(needs[place] for place in places)
+            flags.append(is_needed if places else torch.are_deterministic_algorithms_enabled())
         found = self._operator(grad_output, *tensors, *ctx.numbers, *flags)
-        return self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
+        gradients = self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
+        # An argument that is None has no gradient.
+        return tuple(one if is_needed else None for one, is_needed in zip(gradients, needs, strict=True))
 
 
 def needs_order(tensor: Tensor) -> bool:

@@ -59,18 +59,17 @@ def deform_conv2d(
     Returns:
         [B, C', H', W']. The convolution. B = 0 gives an empty result.
 
-    It is differentiable once with respect to ``input``, ``offset`` and ``weight``; the inputs are saved for the
-    backward. Positions, interpolation and sums are float32 (float64 for float64). On the CPU the operands of the
-    product are float32, too, and results do not depend on the number of threads. On CUDA the other tensors are rounded
-    to the type of ``offset``, and so are the columns that torch multiplies. The gradient of the columns has that type
-    as well, except for float16, whose range it may pass: it is float32 there. The gradient of ``input`` is summed in no
-    fixed order on CUDA; under ``torch.use_deterministic_algorithms(True)`` calls that need gradients there take plain
-    torch. Plain torch also serves devices whose library is not built.
+    It is differentiable with respect to ``input``, ``offset`` and ``weight``; the inputs are saved for the backward.
+    Positions, interpolation and sums are float32 (float64 for float64). On the CPU the operands of the product are
+    float32, too, and results do not depend on the number of threads. On CUDA the other tensors are rounded to the type
+    of ``offset``, and so are the columns that torch multiplies. The gradient of the columns has that type as well,
+    except for float16, whose range it may pass: it is float32 there. The gradient of ``input`` is summed in no fixed
+    order on CUDA. Plain torch computes gradients there under ``torch.use_deterministic_algorithms(True)``, gradients of
+    gradients everywhere, and all on devices whose library is not built.
 
     Raises:
         ValueError: A shape, a number or the type of ``offset`` does not fit, or ``bias`` is True. The message names the
             argument.
-        RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
     """
@@ -144,11 +143,8 @@ def convolve(
     given = [one for one in tensors if one is not None]
     is_cuda = _library.kernel_device(input) == "cuda"
     dtype = offset.dtype if is_cuda else functools.reduce(torch.promote_types, (one.dtype for one in given))
-    needs_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-    # The backward of the kernels sums in no fixed order on CUDA.
-    run: Any = _in_plain_torch if needs_gradients and _registration.needs_order(input) else _deform_conv2d
     converted = (None if one is None else one.to(dtype) for one in tensors)
-    output = run(*converted, *settings, deform_groups, im2col_step)
+    output = _deform_conv2d(*converted, *settings, deform_groups, im2col_step)
     output = output if bias is None else output + bias.to(dtype)[:, None, None]
     return output.to(offset.dtype)
 
@@ -221,32 +217,13 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-class _Gradient(_registration.Gradient):
-    """The gradient, in which that of the mask is computed with that of the offset."""
-
-    def fake(self, *inputs: Any, **options: Any) -> Any:
-        _, input, offset, mask, weight, *settings = inputs
-        needs_input, needs_offset, needs_weight = settings[-3:]
-        of_mask = (offset, False) if mask is None else (mask, needs_offset)
-        results = (input, needs_input), (offset, needs_offset), of_mask, (weight, needs_weight)
-        return tuple(tensor.new_empty(tensor.shape if is_needed else 0) for tensor, is_needed in results)
-
-    def backward(self, ctx: Any, grad_output: Tensor) -> Any:
-        if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError(
-                "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
-            )
-        needs = ctx.needs_input_grad[:4]
-        flags = needs[0], needs[1] or needs[2], needs[3]
-        grads = self._operator(grad_output, *ctx.saved_tensors, *ctx.numbers, *flags)
-        return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
-
-
 _deform_conv2d = _registration.differentiable(
     "deform_conv2d",
     "input [B, O, HO, WO]",
     layouts={"input": "[B, C, H, W]", "offset": "[B, K, HO, WO]", "weight": "[O, I, KH, KW]"},
-    gradient=_Gradient,
+    gradient=functools.partial(
+        _registration.Gradient, reference=_in_plain_torch, computed_with={"mask": "offset"}
+    ),
     elsewhere=_in_plain_torch,
     needs_library=False,
 )

@@ -51,12 +51,11 @@ def modulated_deform_conv2d(
     Returns:
         [B, C', H', W']. The convolution, in the type of ``offset``.
 
-    It is differentiable once with respect to all tensors. Types, borders, determinism and who serves the call are
+    It is differentiable with respect to all tensors. Types, borders, determinism and who serves the call are
     those of ``deform_conv2d``.
 
     Raises:
         ValueError: A shape, a number or the type of ``offset`` does not fit. The message names the argument.
-        RuntimeError: On CUDA, deterministic algorithms were switched on between the forward and the backward.
 
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.
     """
