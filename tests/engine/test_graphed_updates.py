@@ -206,8 +206,9 @@ def test_updates_by_cuda_graphs(kind, options, dtype):
 
 
 def test_a_field_of_the_host_refuses_to_be_read_where_only_the_device_computes():
+    sizes = torch.ones(2, 1, 4)
     targets = PaddedTargets(
-        torch.zeros(2, 3, 4), torch.zeros(2, 3).long(), torch.ones(2, 1, 4), counts=[1, 3]
+        boxes_px=torch.zeros(2, 3, 4), labels=torch.zeros(2, 3).long(), image_whwh=sizes, counts=[1, 3]
     )
     assert targets.lengths.tolist() == [1, 3]
     alone = map_tensors(torch.clone, {"targets": [targets]}, NotOnDevice)["targets"][0]

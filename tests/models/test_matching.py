@@ -43,7 +43,8 @@ def peer():
 
 
 def targets_of(boxes, labels, image_whwh=(1, 1, 1, 1)):
-    return PaddedTargets(boxes, labels, torch.tensor([image_whwh]), counts=[len(boxes)])
+    sizes = torch.tensor([image_whwh])
+    return PaddedTargets(boxes_px=boxes, labels=labels, image_whwh=sizes, counts=[len(boxes)])
 
 
 def test_golden_costs_and_assignment(peer):

@@ -184,9 +184,8 @@ def test_gradients_are_finite(name):
 
 
 def targets_of(boxes):
-    return PaddedTargets(
-        boxes, torch.zeros(boxes.shape[:2], dtype=torch.int64), WHWH, counts=[boxes.shape[1]]
-    )
+    labels = torch.zeros(boxes.shape[:2], dtype=torch.int64)
+    return PaddedTargets(boxes_px=boxes, labels=labels, image_whwh=WHWH, counts=[boxes.shape[1]])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -80,9 +80,8 @@ def bounded_rois(
 
     A region whose batch index is not one of the whole numbers 0..B-1, or one that has a NaN, is moved off the map,
     where all samples are 0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels
-    outside the map. If the number of samples grows with the region, they are cut closer to it. A negative extent, which
-    has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents. Of
-    rotated regions, the centres and the sides are cut.
+    outside the map. If the number of samples grows with the region, they are cut closer to it. Of rotated
+    regions, the centres and the sides are cut.
     """
     low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = rois.to(dtype).clone()
@@ -97,8 +96,6 @@ def bounded_rois(
     places.clamp_(low, high).masked_fill_(is_missing, low)
     if bounded.shape[1] == 5:
         extents.masked_fill_(is_missing, low)
-        if sampling_ratio <= 0:
-            extents.copy_(torch.maximum(places, extents))
     return bounded
 
 

@@ -22,29 +22,38 @@ def room_for(count: int, least: int) -> int:
     return 1 << max(count - 1, least - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class PaddedTargets:
-    """The boxes of several images. Shorter lists are padded to a common length with empty boxes of class 0.
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The ground truth of several images, which is padded to a common number.
 
     Attributes:
-        boxes_px: [..., N, 4] (x1, y1, x2, y2), or what the box coder says, in pixels of the image without padding.
         labels: [..., N] int64.
-        image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
-        counts: number of boxes of each image, without padding. lengths: [B] int64, the same on the device.
-        unknown_label: a copy on the host of whether ``with_labels_below`` found a label that is not a class. It is
-            None if that was not called.
+        counts: the number of instances of each image, without padding. lengths: [B] int64, the same on the device.
     """
 
-    boxes_px: Tensor
     labels: Tensor
-    image_whwh: Tensor
     counts: list[int] = field(metadata=ON_HOST)
-    unknown_label: HostCopy | None = field(default=None, metadata=ON_HOST)
     lengths: Tensor = None  # type: ignore[assignment]  # It follows from the counts.
 
     def __post_init__(self) -> None:
         if self.lengths is None:
             object.__setattr__(self, "lengths", to_device(self.counts, self.labels.device, torch.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedTargets(Counted):
+    """The boxes of several images. Shorter lists are padded to a common length with empty boxes of class 0.
+
+    Attributes:
+        boxes_px: [..., N, 4] (x1, y1, x2, y2), or what the box coder says, in pixels of the image without padding.
+        image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
+        unknown_label: a copy on the host of whether ``with_labels_below`` found a label that is not a class. It is
+            None if that was not called.
+    """
+
+    boxes_px: Tensor
+    image_whwh: Tensor
+    unknown_label: HostCopy | None = field(default=None, metadata=ON_HOST)
 
     @property
     def has_unknown_label(self) -> bool:

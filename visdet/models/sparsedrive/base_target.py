@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,38 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.execution.tensor_tree import ON_HOST
 
 from ..matching.assignment import mean_count, solve_padded
-from ..matching.padded_targets import room_for
+from ..matching.padded_targets import Counted, room_for
 from ..rows import labels_at, rows_or_zeros
-from ..transfer import to_device
 
 LEAST_ROOM = 16
 
 
-@dataclass(frozen=True)
-class PaddedInstances:
+@dataclass(frozen=True, kw_only=True)
+class PaddedInstances(Counted):
     """The boxes or lines of a batch. Shorter lists are padded to a common length N with zeros.
 
     On a GPU, N is a power of two and at least 16, so that batches have few different shapes.
 
     Attributes:
-        labels: [B, N] int64.
         values: float32, encoded boxes [B, N, D] or all orderings of lines [B, N, O, D].
         weights: [B, N, D], the weight of each number in cost and loss.
-        counts: number of instances of each sample, without padding. lengths: [B] int64, the same on the device.
     """
 
-    labels: Tensor
     values: Tensor
     weights: Tensor
-    counts: list[int] = field(metadata=ON_HOST)
-    lengths: Tensor = None  # type: ignore[assignment]  # It follows from the counts.
-
-    def __post_init__(self) -> None:
-        if self.lengths is None:
-            object.__setattr__(self, "lengths", to_device(self.counts, self.labels.device, torch.int64))
 
     @classmethod
     def of(
@@ -59,9 +48,9 @@ class PaddedInstances:
             device: the device of the result.
         """
         return cls(
-            padded_rows([row.long() for row in labels], device),
-            padded_rows(values, device),
-            padded_rows(weights, device),
+            labels=padded_rows([row.long() for row in labels], device),
+            values=padded_rows(values, device),
+            weights=padded_rows(weights, device),
             counts=[len(row) for row in labels],
         )
 

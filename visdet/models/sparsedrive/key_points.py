@@ -71,27 +71,22 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
     @staticmethod
     def anchor_projection(
         anchor: Tensor,  # [B, N, 8 + v]
-        T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
-        time_intervals: Sequence[Tensor]
-        | Tensor
-        | None = None,  # source minus destination, one [B] or [] each
-    ) -> list[Tensor]:
-        """Return the anchors in the coordinates of each destination and, if times are given, at its time."""
+        T_src2dst: Tensor,  # [B, 4, 4]
+        time_interval: Tensor | None = None,  # [B] or [], source minus destination
+    ) -> Tensor:
+        """Return the anchors in the coordinates of a destination and, if the time is given, at its time."""
         anchor = at_least_float32(anchor)
         velocity = anchor[..., VX:]
         dims = velocity.shape[-1]
-        projected = []
-        for i, transform in enumerate(T_src2dst_list):
-            transform = transform.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
-            centre = anchor[..., X:W]
-            if time_intervals is not None:
-                moved = velocity * time_intervals[i].to(anchor.dtype).reshape(-1, 1, 1)
-                centre = centre - nn.functional.pad(moved, (0, 3 - dims))
-            centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
-            heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
-            turned = _matmul(transform[..., :dims, :dims], velocity)
-            projected.append(torch.cat([centre, anchor[..., W:SIN_YAW], heading.flip(-1), turned], -1))
-        return projected
+        transform = T_src2dst.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
+        centre = anchor[..., X:W]
+        if time_interval is not None:
+            moved = velocity * time_interval.to(anchor.dtype).reshape(-1, 1, 1)
+            centre = centre - nn.functional.pad(moved, (0, 3 - dims))
+        centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
+        heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
+        turned = _matmul(transform[..., :dims, :dims], velocity)
+        return torch.cat([centre, anchor[..., W:SIN_YAW], heading.flip(-1), turned], -1)
 
 
 @MODELS.register_module()
@@ -146,21 +141,16 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
     def anchor_projection(
         self,
         anchor: Tensor,  # [B, N, num_sample * 2]
-        T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
-        time_intervals: Sequence[Tensor] | Tensor | None = None,
-    ) -> list[Tensor]:
-        """Return the polylines in the coordinates of each destination.
+        T_src2dst: Tensor,  # [B, 4, 4]
+        time_interval: Tensor | None = None,
+    ) -> Tensor:
+        """Return the polylines in the coordinates of a destination.
 
-        Times are accepted without effect, because map elements do not move.
+        A time is accepted without effect, because map elements do not move.
         """
-        anchor = at_least_float32(anchor)
-        points = anchor.unflatten(-1, (self.num_sample, 2))
-        projected = []
-        for transform in T_src2dst_list:
-            transform = transform.to(anchor.dtype)[:, None, None]  # [B, 1, 1, 4, 4]
-            moved = _matmul(transform[..., :2, :2], points) + transform[..., :2, 3]
-            projected.append(moved.flatten(-2))
-        return projected
+        points = at_least_float32(anchor).unflatten(-1, (self.num_sample, 2))
+        transform = T_src2dst.to(points.dtype)[:, None, None]  # [B, 1, 1, 4, 4]
+        return (_matmul(transform[..., :2, :2], points) + transform[..., :2, 3]).flatten(-2)
 
 
 def _matmul(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -22,11 +22,10 @@ def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tens
 
     Args:
         confidence: [B, Q].
-        inputs: [B, Q, C], or [B, Q], which counts as C = 1.
+        inputs: [B, Q, C].
     """
     confidence, index = confidence.topk(k, dim=1)
-    rows = [x if x.dim() == 3 else x[..., None] for x in inputs]
-    return confidence, [rows_at(index, x) for x in rows]
+    return confidence, [rows_at(index, x) for x in inputs]
 
 
 @temporal_value
@@ -177,9 +176,7 @@ class InstanceBank(ModuleWithAnchors):
         """
         if step is None or self.anchor_handler is None:
             return anchor
-        return self.anchor_handler.anchor_projection(
-            anchor, [step.previous_to_current], time_intervals=[-step.seconds]
-        )[0]
+        return self.anchor_handler.anchor_projection(anchor, step.previous_to_current, -step.seconds)
 
     def update(
         self, state: InstanceBankState, instance_feature: Tensor, anchor: Tensor, confidence: Tensor
@@ -275,6 +272,6 @@ class InstanceBank(ModuleWithAnchors):
         ids = torch.where(is_new, count.view_as(ids) - 1 + state.prev_id, ids)
         state = replace(state, prev_id=state.prev_id + count[-1])
         order = confidence if state.temp_confidence is None else state.temp_confidence
-        _, (kept,) = topk(order, K, ids)
+        _, (kept,) = topk(order, K, ids.unsqueeze(-1))
         others = kept.new_full((ids.shape[0], self.num_anchor - K), -1)
         return ids, replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))

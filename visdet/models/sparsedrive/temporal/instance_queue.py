@@ -146,7 +146,7 @@ class InstanceQueue(BaseModule):
             motion = state.step.previous_to_current
 
             def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                return tuple(anchor_handler.anchor_projection(anchor, [motion])[0] for anchor in anchors)
+                return tuple(anchor_handler.anchor_projection(anchor, motion) for anchor in anchors)
 
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
         state = self._follow(state, det_output, mask)
