@@ -1,5 +1,6 @@
 """What data sets, transforms, samplers and metrics refuse, by one message each that names the argument."""
 
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,7 @@ REFUSED = [
     (lambda: save_infos("a.pkl", [], {}), "must end with .npz, got .*a.pkl"),
     (lambda: load_infos(file(pickle.dumps([1, 2]), "a.pkl")), "must hold a dict of infos"),
     (lambda: load_infos(file(b"nothing", "a.pkl")), "a.pkl cannot be read"),
+    (lambda: load_infos(file(pickle.dumps(os.getcwd), "a.pkl")), "it names (posix|nt).getcwd"),
     (lambda: load_infos("none.npz"), "info file none.npz does not exist"),
     (lambda: load_infos(file(b"x", "a.txt")), "must end with .npz or .pkl"),
     (lambda: load_infos(file(TWO)), "is not one of visdet's"),

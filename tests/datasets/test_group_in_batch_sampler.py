@@ -118,5 +118,3 @@ def test_scene_sampler(monkeypatch):
         assert all((np.isin(np.flatnonzero(data.flag == data.flag[frame]), part)).all() for frame in part)
         parts += part
     assert parts == list(range(len(data)))
-    with pytest.raises(ValueError, match="shuffle must be False"):
-        SceneSampler(data, shuffle=True)

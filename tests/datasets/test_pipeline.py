@@ -3,37 +3,16 @@
 import pytest
 import torch
 from coco_files import NAMES, annotation, build, turned, write_coco
+from mmengine.config import Config
 from PIL import Image
 from torchvision import tv_tensors
 
 from visdet.datasets.transforms import PackDetInputs
 from visdet.registry import DATASETS, TRANSFORMS
 
-SCALES = [(side, 1333) for side in range(480, 801, 32)]
-DETR_PIPELINE = [
-    dict(type="LoadImageFromFile", backend_args=None),
-    dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="RandomFlip", prob=0.5),
-    dict(
-        type="RandomChoice",
-        transforms=[
-            [dict(type="RandomChoiceResize", scales=SCALES, keep_ratio=True)],
-            [
-                dict(
-                    type="RandomChoiceResize", scales=[(400, 4200), (500, 4200), (600, 4200)], keep_ratio=True
-                ),
-                dict(
-                    type="RandomCrop",
-                    crop_type="absolute_range",
-                    crop_size=(384, 600),
-                    allow_negative_crop=True,
-                ),
-                dict(type="RandomChoiceResize", scales=SCALES, keep_ratio=True),
-            ],
-        ],
-    ),
-    dict(type="PackDetInputs"),
-]
+DETR_PIPELINE = Config.fromfile(
+    "configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"
+).train_pipeline
 
 
 def colour_image(seed=0, shape=(3, 11, 13)):

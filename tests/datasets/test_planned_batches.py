@@ -18,7 +18,6 @@ from mmengine.dataset import (
 )
 from mmengine.registry import DefaultScope
 from painted_images import Paint, data
-from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 
 from visdet.datasets.samplers import AspectRatioBatchSampler, PlannedBatchSampler
@@ -278,16 +277,6 @@ def test_a_loader_pads_to_the_planned_size_and_resumes_at_any_batch(workers):
 
     whole = images(0)
     assert len(whole) == 6 and all(images(skipped) == whole[skipped:] for skipped in (1, 4, 6))
-
-
-def test_a_batch_that_is_not_planned_is_padded_as_before():
-    dataset = data([(8, 6), (5, 9)])
-    loader = DataLoader(
-        dataset, batch_sampler=AspectRatioBatchSampler(sampler_of(dataset), 2), collate_fn=list
-    )
-    (samples,) = loader
-    batch = {key: [sample[key] for sample in samples] for key in samples[0]}
-    assert DetDataPreprocessor()(batch, training=True)["inputs"].shape == (2, 3, 8, 9)
 
 
 def test_a_pipeline_that_says_nothing_is_looked_at():

@@ -152,7 +152,6 @@ def test_best_and_last_are_always_there(tmp_path):
         (["test", "a.pth", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
         (["infer", "a.pth", "b.jpg", "--score-threshold=3"], "=3; did you mean '--score-thr'?"),
         (["test", "a.pth", "--imgsz=640"], "for --imgsz write the scale of Resize"),
-        (["trian", "a.py"], "no command 'trian'; did you mean 'train'?"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, message, capsys):
