@@ -1,14 +1,10 @@
 """The extensions of deformable aggregation in both layouts, with and without depth."""
 
-import importlib
-import sys
-import types
-
 import pytest
 import torch
 
 from visdet import ops
-from visdet.compat import aggregation_ext, extensions
+from visdet.compat import aggregation_ext
 
 B, V, Q, P, C, D, G = 2, 3, 4, 5, 8, 6, 2
 SHAPES = [[4, 5], [2, 3]]
@@ -91,18 +87,3 @@ def test_errors_say_which_layout_was_understood(changed, shape, message):
 def test_depths_must_be_columns_of_the_features():
     with pytest.raises(RuntimeError, match=r"-1, 15.* each camera apart"):
         aggregation_ext.deformable_aggregation_with_depth_forward(*arguments(has_depth=True), 15)
-
-
-@pytest.mark.parametrize("package", ["", "some.ops."])
-def test_the_extension_with_depth_is_importable(package, monkeypatch):
-    for parent in ("some", "some.ops"):
-        folder = types.ModuleType(parent)
-        folder.__path__ = []
-        monkeypatch.setitem(sys.modules, parent, folder)
-    with extensions.installed():
-        module = importlib.import_module(f"{package}deformable_aggregation_with_depth_ext")
-        assert module.deformable_aggregation_with_depth_forward(*arguments(has_depth=True), D).shape == (
-            B,
-            Q * P,
-            C,
-        )

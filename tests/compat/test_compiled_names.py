@@ -74,33 +74,6 @@ def test_a_program_that_compiles_its_attention(tmp_path):
     assert "MultiScaleDeformableAttention.ms_deform_attn_forward (1)" in error
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("e2e_deformable_aggregation_ext", "deformable_aggregation_forward"),
-        (
-            "projects.ops.my_deformable_aggregation_with_depth_ext",
-            "deformable_aggregation_with_depth_forward",
-        ),
-        ("e2e_sigmoid_focal_loss_ext", "sigmoid_focal_loss_backward_cuda"),
-        ("mmdet.ops.utils.compiling_info", "get_compiling_cuda_version"),
-        ("mmdet.ops.dcn.deform_conv_ext", "deform_conv_backward_parameters"),
-        ("mmdet.ops.dcn.deform_pool_ext", "deform_psroi_pooling_forward"),
-        ("mmdet.ops.chamfer_2d.chamfer_2d", "backward"),
-        ("occ_pool_ext", "occ_pool_forward"),
-        ("dvr", "render_forward"),
-    ],
-)
-def test_names_within_packages(name, function):
-    spec = extensions.bridge.find_spec(name, None)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert callable(getattr(module, function))
-    if "pool_ext" in name and "psroi" in function:
-        with pytest.raises(NotImplementedError, match="deform_psroi_pooling_forward"):
-            getattr(module, function)()
-
-
 BOXES = [[0.0, 0, 10, 10, 0.9], [1, 1, 10, 10, 0.8], [20, 20, 30, 30, 0.7], [21, 20, 30, 30, 0.6]]
 
 

@@ -39,6 +39,7 @@ OTHERS = {  # compiled modules, each with a function of it that visdet does not 
     "mmdet3d.ops.feature_decorator.feature_decorator_ext": "feature_decorator_forward",
     "adet._C": "bezier_align_forward",
     "detectron2._C": "COCOevalAccumulate",
+    "mmdet.ops.dcn.deform_pool_ext": "deform_psroi_pooling_forward",
 }
 
 
@@ -84,6 +85,17 @@ def test_functions_that_are_not_provided_fail_when_called(name, function, make_p
         ("head.local_aggregate_prob_fast", "_C", "local_aggregate"),
         ("local_aggregate_prob_sq", "_C", "local_aggregate"),
         ("dfa3D", "_ext", "wms_deform_attn_forward"),
+        ("projects.ops", "e2e_deformable_aggregation_ext", "deformable_aggregation_forward"),
+        (
+            "projects.ops",
+            "my_deformable_aggregation_with_depth_ext",
+            "deformable_aggregation_with_depth_forward",
+        ),
+        ("seed", "e2e_sigmoid_focal_loss_ext", "sigmoid_focal_loss_backward_cuda"),
+        ("mmdet.ops.utils", "compiling_info", "get_compiling_cuda_version"),
+        ("mmdet.ops.dcn", "deform_conv_ext", "deform_conv_backward_parameters"),
+        ("mmdet.ops.chamfer_2d", "chamfer_2d", "backward"),
+        ("ops", "occ_pool_ext", "occ_pool_forward"),
     ],
 )
 def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):

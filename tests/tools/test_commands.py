@@ -137,11 +137,6 @@ def test_an_unknown_name_lists_near_ones(program, name, tmp_path):
     assert "is a folder" in program("train", ".")[2]
 
 
-def test_an_unknown_base_lists_near_ones(program, tmp_path):
-    (tmp_path / "mine.py").write_text('_base_ = "visdet::deformable-detr_shapes.py"\n')
-    assert f"did you mean {SHAPES}" in program("print-config", "mine")[2]
-
-
 def test_the_configs_are_listed_and_copied_with_their_bases(program, tmp_path):
     listed = program("configs")[1]
     assert [line.split()[0] for line in listed.splitlines()] == packaged_configs()

@@ -78,27 +78,3 @@ def test_train_test_infer(tmp_path, monkeypatch, capsys):
         assert best["class"] == expected["class"]
         assert best["score"] == pytest.approx(expected["score"], abs=1e-3)
         assert best["bbox_xyxy"] == pytest.approx(expected["bbox_xyxy"], abs=0.1)
-
-
-@pytest.mark.slow
-def test_a_few_steps_of_dino(tmp_path, monkeypatch, capsys):
-    generator = {"num_train": 16, "num_val": 4, "image_size": 64}
-    data_root = f"{make_shapes(tmp_path / 'shapes', **generator)}/"
-    config = tmp_path / "small_dino.py"
-    base = str(ROOT / "configs/dino/dino_shapes.py")
-    text = CONFIG.format(base=base, generator=generator, data_root=data_root)
-    config.write_text(
-        text.replace(
-            "dict(max_iters=80, val_begin=40, val_interval=40)",
-            "dict(max_iters=4, val_begin=4, val_interval=4)",
-        )
-        + "train_dataloader.update(batch_size=4)\nlog_processor.update(window_size=1)\n"
-        + "default_hooks['logger'].update(interval=1)\n"
-    )
-    printed = succeed_here(monkeypatch, capsys, "train", config, "--work-dir", tmp_path / "run")
-    assert "iter 4/4  loss" in printed and "triangle" in printed
-    scalars = read_scalars(str(tmp_path / "run"))
-    assert len(scalars["dn_loss_cls"]) == len(scalars["d1.dn_loss_iou"]) == len(scalars["enc_loss_bbox"]) == 4
-    succeed_here(
-        monkeypatch, capsys, "test", config, tmp_path / "run" / "iter_4.pth", "--work-dir", tmp_path / "test"
-    )
