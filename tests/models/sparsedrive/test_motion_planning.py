@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sparsedrive_golden import built, close, decoded, module_case
+from sparsedrive_golden import close, decoded, module_case
 
 from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
@@ -18,7 +18,6 @@ from visdet.models.sparsedrive import (
 from visdet.models.sparsedrive.base_target import padded_rows
 from visdet.models.sparsedrive.motion.motion_planning_head import (
     MotionPlanningHead,
-    gen_sineembed_for_position,
 )
 from visdet.models.sparsedrive.motion.motion_target import best_modes
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
@@ -27,20 +26,6 @@ from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
 def per_sample(values, prefix):
     count = sum(key.startswith(f"{prefix}/") for key in values)
     return [values[f"{prefix}/{i}"] for i in range(count)]
-
-
-def test_refinement_matches_golden():
-    module, given, expected = built("MotionPlanningRefinementModule")
-    outs = module(*(given[n] for n in ("motion_query", "plan_query", "ego_feature", "ego_anchor_embed")))
-    for value, name in zip(
-        outs, ("motion_cls", "motion_reg", "plan_cls", "plan_reg", "plan_status"), strict=True
-    ):
-        close(value, expected[name])
-
-
-def test_sine_embedding_matches_golden():
-    config, _, given, expected = module_case("gen_sineembed_for_position")
-    close(gen_sineembed_for_position(given["position"], **config), expected["output"], 1e-3)
 
 
 def test_targets_match_golden():

@@ -61,20 +61,6 @@ def test_a_batch_of_two_sequences_equals_two_single_runs():
                 torch.testing.assert_close(together[name][0], value[0], atol=2e-4, rtol=2e-4, msg=name)
 
 
-def test_history_matters_and_can_be_put_back():
-    model = tiny_model().eval()
-    first, second = frame([0.0], seed=0), frame([0.5], seed=1)
-    _, state = model.step(*first)
-    with torch.no_grad():
-        outs, after = model.step(*second, state)
-        again, _ = model.step(*second, state)
-        without, _ = model.step(*second)
-    assert torch.equal(outs[0]["prediction"][-1], again[0]["prediction"][-1])
-    assert torch.equal(outs[0]["instance_id"], again[0]["instance_id"])
-    assert not torch.allclose(outs[0]["prediction"][-1], without[0]["prediction"][-1])
-    assert after.clock.timestamp == (0.5,)
-
-
 def test_the_model_keeps_nothing_and_frames_without_a_state_have_no_ids():
     model = tiny_model().eval()
     (first,), (second,) = (model(*frame([time], seed=0), mode="predict") for time in (0.0, 0.5))

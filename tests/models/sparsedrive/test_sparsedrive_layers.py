@@ -32,16 +32,6 @@ def test_box_refinement_matches_golden(case):
     close(module(*inputs, 1.0)[0], expected["anchor_time_interval_1"])
 
 
-def test_line_refinement_matches_golden():
-    module, given, expected = built("SparsePoint3DRefinementModule")
-    anchor, classification, quality = module(
-        given["instance_feature"], given["anchor"], given["anchor_embed"]
-    )
-    close(anchor, expected["anchor"])
-    close(classification, expected["classification"])
-    assert quality is None
-
-
 @pytest.mark.parametrize("case", ["AsymmetricFFN", "AsymmetricFFN_same_width"])
 def test_ffn_matches_golden(case):
     module, given, expected = built(case, "AsymmetricFFN")

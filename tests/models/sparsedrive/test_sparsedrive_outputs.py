@@ -1,6 +1,5 @@
 """Decoders, GridMask and FPN."""
 
-import numpy as np
 import pytest
 import torch
 from sparsedrive_golden import built, close, decoded
@@ -51,14 +50,6 @@ def test_boxes_near_a_better_one_of_their_class_are_left_out():
     (result,) = decoded(decoder, [logits[:, shuffled]], [boxes[:, shuffled]], ids)
     assert result["boxes_3d"][:, 0].tolist() == [0.0, 2.0, 0.5, 9.0]
     assert result["labels_3d"].tolist() == [0, 0, 1, 0]
-
-
-def test_line_decoder_matches_golden():
-    decoder, given, expected = built("SparsePoint3DDecoder", registry=TASK_UTILS)
-    for i, result in enumerate(decoded(decoder, [given["cls_scores"]], [given["pts_preds"]])):
-        close(np.stack(result["vectors"]), expected[f"sample/{i}/vectors"])
-        close(result["scores"], expected[f"sample/{i}/scores"])
-        close(result["labels"], expected[f"sample/{i}/labels"])
 
 
 def test_line_threshold():
