@@ -53,7 +53,7 @@ class InfoTable(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
-        return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]]))
+        return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]].tobytes()))
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
