@@ -67,7 +67,7 @@ def test_round_trip(tmp_path):
     assert (
         frame_keys(infos)
         == frame_keys(INFOS)
-        == [(1_533_000_000_000_001, "s", True), (1_533_000_000_500_001, "s", False)]
+        == [(1_533_000_000_000_001, "s", True, "a"), (1_533_000_000_500_001, "s", False, "b")]
     )
 
 

@@ -26,7 +26,7 @@ from visdet.restricted_load import load_numpy_pickle
 from .frame_records import value_of
 
 _FORMAT = "visdet-infos-2"
-FrameKey = tuple[int, str, bool]
+FrameKey = tuple[int, str, bool, str]
 
 
 class InfoTable(Sequence):
@@ -36,14 +36,11 @@ class InfoTable(Sequence):
         content: uint8, the pickles of all infos one after another.
         ends: int64 [n], the position at which the pickle of each info ends.
         frame_keys: the key of each info, so that frames can be sorted without decoding them.
-        tokens: the token of each info. It is empty if one of them has none.
     """
 
-    def __init__(
-        self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey], tokens: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey]) -> None:
         self._content, self._ends = content, ends
-        self.frame_keys, self.tokens = frame_keys, tokens
+        self.frame_keys = frame_keys
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -57,7 +54,7 @@ class InfoTable(Sequence):
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
-    """Return the (timestamp in us, scene token, whether there are no sweeps) of each info.
+    """Return the (timestamp in us, scene token, whether there are no sweeps, token) of each info.
 
     The first frame of a scene has no sweeps.
 
@@ -76,16 +73,8 @@ def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]
             raise InvalidInputError(f"frame {index} of {file} must be a dict, got {type(info).__name__}")
         where = f"frame {info.get('token') or index} of {file}"
         time, scene, sweeps = (value_of(info, name, where) for name in ("timestamp", "scene_token", "sweeps"))
-        keys.append((time, scene, sweeps is not None and len(sweeps) == 0))
+        keys.append((time, scene, sweeps is not None and len(sweeps) == 0, str(info.get("token") or "")))
     return keys
-
-
-def frame_tokens(infos: Sequence[dict]) -> list[str]:
-    """Return the tokens of the infos, or nothing if one of them has none."""
-    if isinstance(infos, InfoTable):
-        return list(infos.tokens)
-    tokens = [info.get("token") for info in infos]
-    return [str(token) for token in tokens] if all(tokens) else []
 
 
 def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
@@ -105,7 +94,7 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     infos, pickles = list(infos), []
     header = {"format": _FORMAT, "metadata": metadata}
-    values = {"header": header, "frame_keys": frame_keys(infos, str(path)), "tokens": frame_tokens(infos)}
+    values = {"header": header, "frame_keys": frame_keys(infos, str(path))}
     for index, info in enumerate(infos):
         try:
             pickles.append(pickle.dumps(info))
@@ -142,17 +131,11 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
             loaded = load_numpy_pickle(file)
         except pickle.UnpicklingError as error:
             raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
-    given = (
-        {name: type(value).__name__ for name, value in loaded.items()} if isinstance(loaded, dict) else loaded
-    )
-    if (
-        not isinstance(given, dict)
-        or given.get("infos") not in ("list", "tuple")
-        or given.get("metadata") != "dict"
-    ):
-        layout = ", the layout of mmdet3d 1.x" if isinstance(given, dict) and "data_list" in given else ""
+    given = {name: type(value) for name, value in loaded.items()} if isinstance(loaded, dict) else {}
+    if given.get("infos") not in (list, tuple) or given.get("metadata") is not dict:
+        found = given or loaded
         raise InvalidInputError(
-            f"info file {path} must hold a dict of infos (a list) and metadata (a dict), got {given!r:.200}{layout}"
+            f"info file {path} must hold a dict of infos (a list) and metadata (a dict), got {found!r:.200}"
         )
     return list(loaded["infos"]), loaded["metadata"]
 
@@ -164,8 +147,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
-            tokens = json.loads(str(file["tokens"]))
-            return InfoTable(file["content"], file["ends"], keys, tokens), header["metadata"]
+            return InfoTable(file["content"], file["ends"], keys), header["metadata"]
     except (KeyError, OSError, *DAMAGED) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
 
@@ -184,27 +166,28 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
     keys = frame_keys(infos, file)
     if not keys:
         raise InvalidInputError(f"info file {file} holds no frames")
-    repeated = [token for token, count in Counter(frame_tokens(infos)).items() if count > 1]
+    counts = Counter(token for *_, token in keys if token)
+    repeated = [token for token, count in counts.items() if count > 1]
     if repeated:  # Metrics tell frames apart by their tokens.
         raise InvalidInputError(
             f"info file {file}: several frames have the token {repeated[0]}. Recordings that are joined must have "
             "different tokens and scene tokens"
         )
     # Files without sweeps of points have empty lists in all frames of a scene.
-    with_sweeps = {scene for _, scene, has_none in keys if not has_none}
+    with_sweeps = {scene for _, scene, has_none, _ in keys if not has_none}
     scene_starts: dict[str, int] = {}
-    for time, scene, _ in keys:
+    for time, scene, *_ in keys:
         scene_starts[scene] = min(time, scene_starts.get(scene, time))
 
     def place(index: int) -> tuple[int, str, int]:
         # Scenes that two vehicles have recorded at the same time must not be interleaved.
-        time, scene, _ = keys[index]
+        time, scene, *_ = keys[index]
         return scene_starts[scene], scene, time
 
     order = sorted(range(len(keys)), key=place)
     scenes = np.zeros(len(order), dtype=np.int64)
     for position, (before, here) in enumerate(pairwise(order), start=1):
-        (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
+        (time_before, scene_before, *_), (time, scene, has_no_sweeps, _) = keys[before], keys[here]
         gap = time - time_before
         if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
             raise InvalidInputError(

@@ -127,7 +127,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         with where_to_get(_where_from(ann_file, data_root)):
             self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
-        times = np.array([time for time, _, _ in frame_keys(self._infos)], dtype=np.int64)
+        times = np.array([time for time, *_ in frame_keys(self._infos)], dtype=np.int64)
         self._all_times = times[self._all_frames]
         self._interval = load_interval
         self.step_s = 1 / steps_per_second
