@@ -8,7 +8,7 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.poses import turn_about_z
+from visdet.structures.poses import box_corners, turn_about_z
 from visdet.structures.tables import table_text
 
 from .driving_metric import DrivingMetric, as_array
@@ -188,19 +188,11 @@ def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     Boxes that touch intersect. A box with NaN intersects nothing. Two rectangles are separate if and only if their
     projections onto an axis along a side of one of them are.
     """
-    others = np.asarray(others, dtype=np.float64).reshape(-1, np.shape(others)[-1] if np.size(others) else 7)
-    apart = others[:, :2] - box[:2]
-    mine, theirs = _half_sides(box[None]), _half_sides(others)
+    mine, theirs = box_corners(box[None])[:, :4, :2], box_corners(others)[:, :4, :2]
     meets = np.ones(len(others), dtype=bool)
-    for sides in (np.broadcast_to(mine, theirs.shape), theirs):
-        for k in range(2):
-            axis = sides[:, k]  # The length of the axis does not matter.
-            reach = sum(np.abs((half * axis[:, None]).sum(axis=-1)).sum(axis=1) for half in (mine, theirs))
-            meets &= np.abs((apart * axis).sum(axis=1)) <= reach
+    for corners in (mine, theirs):
+        for neighbour in (1, 3):
+            axis = corners[:, :1] - corners[:, neighbour : neighbour + 1]  # Its length does not matter.
+            here, there = (mine * axis).sum(axis=2), (theirs * axis).sum(axis=2)
+            meets &= (here.min(axis=1) <= there.max(axis=1)) & (there.min(axis=1) <= here.max(axis=1))
     return meets
-
-
-def _half_sides(boxes: np.ndarray) -> np.ndarray:
-    """Return the vectors [m, 2, 2] from the centre of each box to the middle of its front and of its left side."""
-    axes = turn_about_z(boxes[:, 6]).T  # those along the length and along the width of each box
-    return axes * boxes[:, 3:5, None] / 2
