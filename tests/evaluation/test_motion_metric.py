@@ -25,10 +25,10 @@ def agents(truth, predicted):
     empty = np.zeros((12, 2))
     num_modes = len(predicted[0][2]) if predicted else 1
     return {
-        "gt_places": np.array([place for place, _ in truth], float).reshape(-1, 2),
+        "gt_boxes": np.array([place for place, _ in truth], float).reshape(-1, 2),
         "gt_paths": np.array([empty if way is None else way for _, way in truth]).reshape(-1, 12, 2),
         "gt_known": np.array([[way is not None] * 12 for _, way in truth], bool).reshape(-1, 12),
-        "places": np.array([place for _, place, _ in predicted], float).reshape(-1, 2),
+        "boxes": np.array([place for _, place, _ in predicted], float).reshape(-1, 2),
         "scores": np.array([score for score, _, _ in predicted], float),
         "paths": np.array([paths for _, _, paths in predicted], float).reshape(
             len(predicted), num_modes, 12, 2

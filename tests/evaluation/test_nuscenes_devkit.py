@@ -15,12 +15,12 @@ from nuscenes.eval.tracking import loaders
 from nuscenes.eval.tracking.algo import TrackingEvaluation
 from nuscenes.eval.tracking.data_classes import TrackingBox
 
-from visdet.evaluation.detection_curves import Boxes, accumulate, average_precision, tp_error
+from visdet.evaluation.detection_curves import accumulate, average_precision, tp_error
 from visdet.registry import METRICS
 
 
 def random_frames(rng, num_frames):
-    truths, predictions = [], []
+    frames = []
     for _ in range(num_frames):
         count = rng.integers(0, 6)
         values = np.column_stack(
@@ -36,22 +36,24 @@ def random_frames(rng, num_frames):
         found = found + rng.normal(0, 0.5, found.shape)
         found[:, 3:6] = np.abs(found[:, 3:6]) + 0.1
         values[rng.random(count) < 0.1, 7:] = np.nan
-        truths.append(Boxes(values, np.full(count, -1.0)))
         # Few distinct scores: ties must be broken alike.
-        predictions.append(Boxes(found, rng.integers(1, 10, len(found)) / 10))
-    return truths, predictions
+        scores = rng.integers(1, 10, len(found)) / 10
+        attributes = dict(gt_attributes=np.full(count, ""), attributes=np.full(len(found), ""))
+        frames.append(dict(gt_boxes=values, boxes=found, scores=scores, **attributes))
+    return frames
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["car", "barrier", "traffic_cone"])
 def test_detection_has_the_same_numbers(seed, name):
-    truths, predictions = random_frames(np.random.default_rng(seed), 12)
+    frames = random_frames(np.random.default_rng(seed), 12)
 
-    def boxes_of(frames):
+    def boxes_of(key):
         boxes = EvalBoxes()
-        for number, item in enumerate(frames):
+        for number, frame in enumerate(frames):
             rows = []
-            for values, score in zip(item.values, item.scores, strict=True):
+            scores = frame["scores"] if key == "boxes" else np.full(len(frame[key]), -1.0)
+            for values, score in zip(frame[key], scores, strict=True):
                 x, y, z, length, width, height, yaw, vx, vy = values
                 rows.append(
                     DetectionBox(
@@ -69,8 +71,8 @@ def test_detection_has_the_same_numbers(seed, name):
         return boxes
 
     for distance in (0.5, 1.0, 2.0, 4.0):
-        theirs = algo.accumulate(boxes_of(truths), boxes_of(predictions), name, center_distance, distance)
-        ours = accumulate(truths, predictions, distance, np.pi if name == "barrier" else 2 * np.pi)
+        theirs = algo.accumulate(boxes_of("gt_boxes"), boxes_of("boxes"), name, center_distance, distance)
+        ours = accumulate(frames, distance, np.pi if name == "barrier" else 2 * np.pi)
         assert average_precision(ours) == pytest.approx(algo.calc_ap(theirs, 0.1, 0.1), abs=1e-12)
         for error in ("trans_err", "scale_err", "orient_err", "vel_err"):
             assert tp_error(ours, error) == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error

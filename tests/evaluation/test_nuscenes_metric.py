@@ -4,7 +4,7 @@ import driving_frames
 import numpy as np
 import pytest
 
-from visdet.evaluation.detection_curves import Boxes, accumulate, average_precision, tp_error
+from visdet.evaluation.detection_curves import accumulate, average_precision, tp_error
 from visdet.structures.poses import turn_about_z
 
 CLASSES = ("car", "pedestrian", "traffic_cone", "barrier")
@@ -14,21 +14,22 @@ def box(x, y, size=(4.0, 2.0, 1.5), yaw=0.0, velocity=(0.0, 0.0)):
     return [x, y, 0.0, *size, yaw, *velocity]
 
 
-def frame(rows):
-    """Boxes of (score, box), or of box alone for the truth."""
-    if rows and isinstance(rows[0], tuple):
-        return Boxes(np.array([row for _, row in rows], float), np.array([score for score, _ in rows], float))
-    return Boxes(np.array(rows, float).reshape(-1, 9), np.zeros(len(rows)))
+def frame(truth, predictions):
+    """A frame of true boxes and of predictions (score, box)."""
+    boxes, found = (np.array(rows, float).reshape(-1, 9) for rows in (truth, [row for _, row in predictions]))
+    scores = np.array([score for score, _ in predictions])
+    attributes = dict(gt_attributes=np.full(len(boxes), ""), attributes=np.full(len(found), ""))
+    return dict(gt_boxes=boxes, boxes=found, scores=scores, **attributes)
 
 
 def test_precision_and_errors_by_hand():
     """Two cars, found at scores 0.9 and 0.5, one wrong box between them at 0.7."""
-    truths = [frame([box(0, 0, velocity=(3.0, 4.0))]), frame([box(10, 0)])]
-    predictions = [
-        frame([(0.9, box(0.6, 0.8, size=(2.0, 2.0, 1.5), yaw=0.5, velocity=(3.0, 4.5))), (0.7, box(30, 0))]),
-        frame([(0.5, box(10, 0.4))]),
+    moving = box(0.6, 0.8, size=(2.0, 2.0, 1.5), yaw=0.5, velocity=(3.0, 4.5))
+    frames = [
+        frame([box(0, 0, velocity=(3.0, 4.0))], [(0.9, moving), (0.7, box(30, 0))]),
+        frame([box(10, 0)], [(0.5, box(10, 0.4))]),
     ]
-    curve = accumulate(truths, predictions, 2.0)
+    curve = accumulate(frames, 2.0)
     # Recall 0.5 at precision 1 and again at 1/2, recall 1 at 2/3; linear between.
     recalls = np.linspace(0, 1, 101)
     precision = np.interp(recalls, [0.5, 0.5, 1.0], [1.0, 0.5, 2 / 3])
@@ -46,27 +47,23 @@ def test_precision_and_errors_by_hand():
 
 
 def test_matching_rules():
-    truth = [frame([box(0, 0), box(3, 0)])]
+    truth = [box(0, 0), box(3, 0)]
     # The better one takes the nearest box, the other one may take the next if that is near enough.
-    both = [frame([(0.9, box(1.4, 0)), (0.8, box(1.3, 0))])]
-    assert accumulate(truth, both, 2.0).precision[-1] == 1.0
-    assert accumulate(truth, both, 1.5).precision[-1] == 0.0
-    assert accumulate(truth, both, 1.5).precision[49] == 1.0
+    both = [frame(truth, [(0.9, box(1.4, 0)), (0.8, box(1.3, 0))])]
+    assert accumulate(both, 2.0).precision[-1] == 1.0
+    assert accumulate(both, 1.5).precision[-1] == 0.0
+    assert accumulate(both, 1.5).precision[49] == 1.0
     # Exactly at the distance is too far.
-    assert accumulate([frame([box(0, 0)])], [frame([(0.5, box(2.0, 0))])], 2.0).confidence.max() == 0
+    assert accumulate([frame([box(0, 0)], [(0.5, box(2.0, 0))])], 2.0).confidence.max() == 0
     # Twice the same box: the second is wrong.
-    twice = [frame([(0.9, box(0, 0)), (0.8, box(0, 0)), (0.7, box(3, 0))])]
-    assert accumulate(truth, twice, 1.0).precision[-1] == pytest.approx(2 / 3)
+    twice = [frame(truth, [(0.9, box(0, 0)), (0.8, box(0, 0)), (0.7, box(3, 0))])]
+    assert accumulate(twice, 1.0).precision[-1] == pytest.approx(2 / 3)
 
 
 def test_angles_and_sizes():
     def orientation(truth_yaw, yaw, period=2 * np.pi):
-        return tp_error(
-            accumulate(
-                [frame([box(0, 0, yaw=truth_yaw)])], [frame([(0.5, box(0, 0, yaw=yaw))])], 2.0, period
-            ),
-            "orient_err",
-        )
+        turned = frame([box(0, 0, yaw=truth_yaw)], [(0.5, box(0, 0, yaw=yaw))])
+        return tp_error(accumulate([turned], 2.0, period), "orient_err")
 
     assert orientation(3.1, -3.1) == pytest.approx(2 * np.pi - 6.2)
     assert orientation(0.0, np.pi) == pytest.approx(np.pi)

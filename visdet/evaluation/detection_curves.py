@@ -1,6 +1,6 @@
 """Precision, recall and errors of boxes that are matched by the distance of their centres, as in nuScenes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,25 +11,10 @@ from .precision_recall import take_closest
 
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
-
-
-@dataclass
-class Boxes:
-    """Boxes of one class in one frame.
-
-    Attributes:
-        values: [n, 9], which are x, y, z, length, width, height, yaw, vx and vy. For matching alone, x and y suffice.
-        scores: [n]. Those of true boxes have no effect.
-        attributes: [n], which are empty texts where they are not known, as by default.
-    """
-
-    values: np.ndarray
-    scores: np.ndarray
-    attributes: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if self.attributes is None:
-            self.attributes = np.full(len(self.values), "")
+# Of one class in one frame: the true boxes ``gt_boxes`` [n, 9] and the predictions ``boxes`` [m, 9], which are x, y, z,
+# length, width, height, yaw, vx and vy, the ``scores`` [m] of these and, for errors alone, ``gt_attributes`` [n] and
+# ``attributes`` [m], which are empty texts where they are not known. For matching alone, x and y suffice.
+Frame = Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -67,40 +52,36 @@ class Matches:
         return np.interp(self.confidence[::-1], scores[::-1], _running_mean(values)[::-1])[::-1]
 
 
-def accumulate(
-    truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float, yaw_period: float = 2 * np.pi
-) -> Matches:
+def accumulate(frames: Sequence[Frame], max_distance: float, yaw_period: float = 2 * np.pi) -> Matches:
     """Return the matches of one class with their errors.
 
     In each frame the predictions, the highest score first, are matched with the nearest true box that is still free, if
     it is nearer than ``max_distance``.
 
     Args:
-        truths, predictions: the boxes of each frame.
+        frames: the boxes of each frame.
         max_distance: the greatest distance of a match in x and y, in metres.
         yaw_period: the period of the yaw, which is pi for boxes without a front.
 
     Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
-    matches = match_frames(truths, predictions, max_distance)
+    matches = match_frames(frames, max_distance)
     errors = {name: np.ones(101) for name in TP_ERRORS}
     if len(matches.frames):
-        measured = _errors(truths, predictions, matches, yaw_period)
+        measured = _errors(frames, matches, yaw_period)
         errors = {name: matches.running_mean(values) for name, values in measured.items()}
     return replace(matches, errors=errors)
 
 
-def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float) -> Matches:
+def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
     """Return the matches of predictions and true boxes; see :func:`accumulate`."""
-    num_truths = sum(len(frame.values) for frame in truths)
-    scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
-    taken_of_frame = [
-        take_nearest(truth.values, predicted, max_distance)
-        for truth, predicted in zip(truths, predictions, strict=True)
-    ]
-    taken = np.concatenate([np.zeros(0, np.int64), *taken_of_frame])
-    frame_of = np.repeat(np.arange(len(predictions)), [len(frame.values) for frame in predictions])
-    row_of = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(frame.values)) for frame in predictions)])
+    num_truths = sum(len(frame["gt_boxes"]) for frame in frames)
+    scores = np.concatenate([np.zeros(0), *(frame["scores"] for frame in frames)])
+    none = np.zeros(0, np.int64)
+    taken = np.concatenate([none, *(take_nearest(frame, max_distance) for frame in frames)])
+    sizes = [len(frame["scores"]) for frame in frames]
+    frame_of = np.repeat(np.arange(len(frames)), sizes)
+    row_of = np.concatenate([none, *map(np.arange, sizes)])
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
     precision, confidence = np.zeros(101), np.zeros(101)
@@ -122,19 +103,16 @@ def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_dist
     )
 
 
-def take_nearest(
-    truth: np.ndarray, predicted: Boxes, max_distance: float, allowed: np.ndarray | None = None
-) -> np.ndarray:
+def take_nearest(frame: Frame, max_distance: float, allowed: np.ndarray | None = None) -> np.ndarray:
     """Return the row of the true box that each prediction is matched with, int64 [m], or -1 for no match.
 
     Args:
-        truth: [n, >= 2], the true boxes.
-        predicted: the predictions.
+        frame: the boxes.
         max_distance: the greatest distance of a match in x and y, in metres.
         allowed: bool [m, n]. A prediction whose nearest free box is not allowed gets no match, and the box stays free.
     """
-    order = np.argsort(predicted.scores, kind="stable")[::-1]
-    closeness = closeness_of(predicted.values, truth, max_distance)
+    order = np.argsort(frame["scores"], kind="stable")[::-1]
+    closeness = closeness_of(frame["boxes"], frame["gt_boxes"], max_distance)
     taken = np.full(len(order), -1, dtype=np.int64)
     taken[order] = take_closest(closeness[order], None if allowed is None else allowed[order])
     return taken
@@ -150,23 +128,19 @@ def closeness_of(boxes: np.ndarray, truth: np.ndarray, max_distance: float) -> n
     return np.where(distances < max_distance, -distances, -np.inf)
 
 
-def _errors(
-    truths: Sequence[Boxes], predictions: Sequence[Boxes], matches: Matches, yaw_period: float
-) -> dict[str, np.ndarray]:
+def _errors(frames: Sequence[Frame], matches: Matches, yaw_period: float) -> dict[str, np.ndarray]:
     """Return the errors [m] of the matches by name, in the order of the matches."""
 
-    def matched(boxes: Sequence[Boxes], rows: np.ndarray, column: str) -> np.ndarray:
-        pairs = zip(matches.frames, rows, strict=True)
-        return np.array([getattr(boxes[frame], column)[row] for frame, row in pairs])
+    def matched(key: str, rows: np.ndarray) -> np.ndarray:
+        return np.array([frames[frame][key][row] for frame, row in zip(matches.frames, rows, strict=True)])
 
-    predicted = matched(predictions, matches.rows, "values")
-    truth = matched(truths, matches.truth_rows, "values")
+    predicted, truth = matched("boxes", matches.rows), matched("gt_boxes", matches.truth_rows)
     common = np.minimum(predicted[:, 3:6], truth[:, 3:6]).prod(axis=1)
     union = predicted[:, 3:6].prod(axis=1) + truth[:, 3:6].prod(axis=1) - common
     turn = truth[:, 6] - predicted[:, 6]
     turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)
-    attributes = matched(truths, matches.truth_rows, "attributes")
-    is_other = attributes != matched(predictions, matches.rows, "attributes")
+    attributes = matched("gt_attributes", matches.truth_rows)
+    is_other = attributes != matched("attributes", matches.rows)
     return {
         "trans_err": np.linalg.norm(predicted[:, :2] - truth[:, :2], axis=1),
         "scale_err": 1 - common / union,

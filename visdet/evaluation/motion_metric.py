@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.tables import table_text
 
-from .detection_curves import Boxes, match_frames, take_nearest, tp_error
+from .detection_curves import match_frames, take_nearest, tp_error
 from .driving_metric import DrivingBoxMetric, as_array
 
 # The merged class of each class of boxes. Classes that are not listed are not evaluated.
@@ -144,10 +144,10 @@ class MotionMetric(DrivingBoxMetric):
         """Return the part of a frame that ``motion_scores`` needs for one class."""
         truth, mine = self.in_range(frame, reaches)
         return {
-            "gt_places": frame["gt_boxes"][truth, :2],
+            "gt_boxes": frame["gt_boxes"][truth],
             "gt_paths": frame["gt_paths"][truth],
             "gt_known": frame["gt_known"][truth],
-            "places": frame["boxes"][mine, :2],
+            "boxes": frame["boxes"][mine],
             "scores": frame["scores"][mine],
             "paths": frame[key][mine],
         }
@@ -159,13 +159,11 @@ def motion_scores(
     """Return minADE, minFDE, MR and EPA of one class; see MotionMetric.
 
     Args:
-        frames: dicts with ``gt_places`` [n, 2], ``gt_paths`` [n, T, 2], ``gt_known`` bool [n, T], ``places`` [m, 2],
-            ``scores`` [m] and ``paths`` [m, K, T, 2].
+        frames: dicts with ``gt_boxes`` [n, >= 2], ``gt_paths`` [n, T, 2], ``gt_known`` bool [n, T], ``boxes``
+            [m, >= 2], ``scores`` [m] and ``paths`` [m, K, T, 2].
         unknown_is_right: as in MotionMetric.
     """
-    truths = [Boxes(frame["gt_places"], np.zeros(len(frame["gt_places"]))) for frame in frames]
-    predictions = [Boxes(frame["places"], frame["scores"]) for frame in frames]
-    matches = match_frames(truths, predictions, _MAX_DISTANCE_M)
+    matches = match_frames(frames, _MAX_DISTANCE_M)
     errors = np.array(
         [
             displacement_errors(frames[f]["paths"][row], frames[f]["gt_paths"][t], frames[f]["gt_known"][t])
@@ -182,12 +180,10 @@ def motion_scores(
         }
         curve = replace(matches, errors=running)
         scores |= {name: tp_error(curve, name, unreached=float("nan")) for name in running}
-    found = sum(
-        int(
-            (take_nearest(truth.values, predicted, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M) >= 0).sum()
-        )
-        for frame, truth, predicted in zip(frames, truths, predictions, strict=True)
-    )
+    found = 0
+    for frame in frames:
+        taken = take_nearest(frame, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M)
+        found += int((taken >= 0).sum())
     if matches.num_truths:
         scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / matches.num_truths
     return scores

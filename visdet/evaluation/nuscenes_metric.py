@@ -13,7 +13,7 @@ from visdet.structures.tables import summary_line, table_of
 
 from .detection_curves import (
     TP_ERRORS,
-    Boxes,
+    Frame,
     accumulate,
     average_precision,
     closeness_of,
@@ -98,11 +98,11 @@ class NuScenesMetric(DrivingBoxMetric):
         classes = self.classes or self.dataset_meta["classes"]
         with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
         counted = self._counted(results, classes)
-        boxes = [_boxes_of_class(counted, label, name) for label, name in enumerate(classes)]
         rows = {}
-        for name, (truths, predictions) in zip(classes, boxes, strict=True):
+        for label, name in enumerate(classes):
+            frames = [_of_class(frame, label, name) for frame in counted]
             period = np.pi if name == "barrier" else 2 * np.pi
-            curves = {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
+            curves = {distance: accumulate(frames, distance, period) for distance in _DISTANCES}
             precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
             rows[name] = {"boxes": curves[_TP_DISTANCE].num_truths, **precisions}
             rows[name]["AP"] = float(np.mean(list(precisions.values())))
@@ -115,8 +115,8 @@ class NuScenesMetric(DrivingBoxMetric):
             means[key] = float(np.mean(known)) if known else float("nan")
         summary = _summary(means.pop("AP"), means, with_attributes)
         print_log(table_of(rows) + summary_line(summary), logger="current")
-        frames = [_found_in_frame(frame) for frame in counted]
-        self.curve_report = report_of(frames, classes, f"centre distance {_TP_DISTANCE:g} m")
+        found = [_found_in_frame(frame) for frame in counted]
+        self.curve_report = report_of(found, classes, f"centre distance {_TP_DISTANCE:g} m")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
     def _counted(self, results: list[dict], classes: Sequence[str]) -> list[dict]:
@@ -134,15 +134,17 @@ class NuScenesMetric(DrivingBoxMetric):
         return counted
 
 
-def _boxes_of_class(counted: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
-    """Return the true boxes and the predictions of a class in each frame."""
-    truths, predictions = [], []
-    for frame in counted:
-        is_true, is_found = frame["gt_labels"] == label, frame["labels"] == label
-        true_boxes, boxes = frame["gt_boxes"][is_true], frame["boxes"][is_found]
-        truths.append(Boxes(true_boxes, np.zeros(len(true_boxes)), frame["gt_attributes"][is_true]))
-        predictions.append(Boxes(boxes, frame["scores"][is_found], _attributes(name, boxes)))
-    return truths, predictions
+def _of_class(frame: dict, label: int, name: str) -> Frame:
+    """Return the true boxes and the predictions of a class."""
+    is_true, is_found = frame["gt_labels"] == label, frame["labels"] == label
+    boxes = frame["boxes"][is_found]
+    return {
+        "gt_boxes": frame["gt_boxes"][is_true],
+        "gt_attributes": frame["gt_attributes"][is_true],
+        "boxes": boxes,
+        "attributes": _attributes(name, boxes),
+        "scores": frame["scores"][is_found],
+    }
 
 
 def _found_in_frame(frame: dict) -> Found:
