@@ -13,19 +13,17 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from torch import nn
 
-from visdet.checks.heads import classes_of_heads
-from visdet.engine.checkpoints.checkpoint import read_checkpoint
+from visdet.checks.heads import check_heads
 from visdet.engine.checkpoints.held_config import load_config
 from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, told_thresholds
 from visdet.engine.config.load import dataset_config
-from visdet.engine.inference.detector import Detector, dataset_meta_of, init_detector, takes_images
+from visdet.engine.inference.detector import Detector, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
 from visdet.engine.inference.image_files import find_images, is_video
 from visdet.engine.prepare import build_runner
 from visdet.engine.process.console import say
 from visdet.engine.process.default_device import cpu_by_default
 from visdet.errors import MissingFileError
-from visdet.structures.class_names import checked_classes
 
 from .check import Differences, Run, arrays
 from .errors import ExportError
@@ -95,14 +93,14 @@ def export_config(
         # The report of a test names its files, which are not kept.
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
         runner = build_runner(cfg)
-        content = read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
-        arguments["classes"] = _checked_class_names(cfg, content, runner.model, path)
-        runner.load_checkpoint(path)
-        arguments["classes"] = runner.class_lists.get("classes") or arguments["classes"]
-        if takes_images(cfg):
+        content = runner.load_checkpoint(path)
+        classes = runner.class_lists.get("classes")
+        if classes:
+            check_heads(runner.model, classes, "test_dataloader.dataset, or else the checkpoint, names")
+        if classes and takes_images(cfg):
             measured, origin = measured_thresholds(content)
-            thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in arguments["classes"]]
-            say(told_thresholds(arguments["classes"], thresholds, origin))
+            thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
+            say(told_thresholds(classes, thresholds, origin))
             arguments |= {"thresholds": thresholds, "origin_of_thresholds": origin}
         limit = LIMITS[arguments.get("precision", "float32")]
 
@@ -125,6 +123,7 @@ def export_config(
             out,
             evaluate=evaluate if data else None,
             calibration=calibration if data and not images else None,
+            classes=classes,
             **arguments,
         )
 
@@ -163,29 +162,6 @@ def _pictures(data: str | None, annotations: str | None) -> list[str]:
             f"--check {data} must hold pictures, or the annotation file {annotations}; it holds videos"
         )
     return pictures
-
-
-def _checked_class_names(
-    cfg: Config, content: dict[str, Any], model: nn.Module, path: str
-) -> list[str] | None:
-    """Return the classes that a checkpoint names, or else the config, as many as the heads have."""
-    if takes_images(cfg):
-        names = dataset_meta_of(cfg, content, path, model)["classes"]
-    else:
-        meta = content.get("meta")
-        found = (meta.get("dataset_meta") or {}) if isinstance(meta, dict) else {}
-        names = found.get("classes") or dataset_config(cfg, "test").get("classes")
-    if names is None:
-        return None
-    names = checked_classes({"classes": names}, f"checkpoint {path}")["classes"]
-    wrong = {head: count for head, count in classes_of_heads(model).items() if count != len(names)}
-    if wrong:
-        text = ", ".join(f"model.{head}.num_classes is {count}" for head, count in wrong.items())
-        raise ExportError(
-            f"checkpoint {path}, or else the config, names {len(names)} classes, but {text}: give the config of the "
-            "checkpoint"
-        )
-    return list(names)
 
 
 class _Exported(nn.Module):
