@@ -7,7 +7,7 @@ python exported/infer.py PICTURE ...
 
 import argparse
 
-from visdet.command_line import add_config_arguments, folder_name, positive_int
+from visdet.command_line import add_config_arguments, folder_name, options_of, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,12 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(
         "--check",
+        dest="data",
         metavar="DATA",
         help="compare metrics, too: on an annotation file of the kind of the config's test data, or on a folder that "
         "replaces its data_root; on a folder of images, outputs are compared",
     )
     checks.add_argument(
-        "--no-check", action="store_true", help="do not run what was written; the report says so"
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="do not run what was written; the report says so",
     )
     parser.add_argument(
         "--bench", action="store_true", help="measure latencies of the exported model and of the model"
@@ -84,20 +88,6 @@ def run(args: argparse.Namespace) -> None:
     options = dict(args.cfg_options or {})
     if args.trust_checkpoint:
         options["trust_checkpoint"] = True
-    report = export_config(
-        args.config,
-        args.checkpoint,
-        args.out,
-        options,
-        data=args.check,
-        device=args.device,
-        format=args.format,
-        precision=args.precision,
-        custom_op=args.custom_op,
-        shape=args.shape,
-        batch=args.batch,
-        check=not args.no_check,
-        bench=args.bench,
-        embed=args.embed,
-    )
+    given = options_of(args, "trust_checkpoint", "dynamic")
+    report = export_config(args.config, args.checkpoint, options=options, **given)
     say(f"{args.out}: {'checked' if report['checked'] else 'NOT CHECKED'}, see {args.out}/report.md")

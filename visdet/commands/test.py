@@ -5,7 +5,7 @@ visdet test work_dirs/deformable-detr_shapes/best.pth
 
 import argparse
 
-from visdet.command_line import add_config_arguments
+from visdet.command_line import add_config_arguments, options_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,4 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.data_folder import evaluate
 
-    evaluate(
-        args.config,
-        args.checkpoint,
-        args.cfg_options,
-        data=args.data,
-        work_dir=args.work_dir,
-        out=args.out,
-        show_dir=args.show_dir,
-        amp=args.amp,
-        graph=args.graph,
-        launcher=args.launcher,
-    )
+    evaluate(args.config, args.checkpoint, args.cfg_options, **options_of(args))

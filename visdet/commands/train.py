@@ -13,7 +13,7 @@ torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 import argparse
 import os
 
-from visdet.command_line import add_config_arguments, positive_int, seed_number
+from visdet.command_line import add_config_arguments, options_of, positive_int, seed_number
 
 _LOGGERS = {
     "wandb": {"type": "WandbVisBackend"},
@@ -85,24 +85,4 @@ def run(args: argparse.Namespace) -> None:
     if args.logger:
         backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
         options = {"visualizer.vis_backends": backends, **options}
-    train(
-        args.config,
-        options,
-        data=args.data,
-        model=args.model,
-        iters=args.iters,
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        lr=args.lr,
-        workers=args.workers,
-        device=args.device,
-        seed=args.seed,
-        deterministic=args.deterministic,
-        work_dir=args.work_dir,
-        from_=args.from_,
-        resume=args.resume,
-        amp=args.amp,
-        graph=args.graph,
-        auto_scale_lr=args.auto_scale_lr,
-        launcher=args.launcher,
-    )
+    train(args.config, options, **options_of(args, "logger"))

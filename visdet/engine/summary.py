@@ -122,21 +122,33 @@ def _formulas() -> dict[Any, Any]:
     }
 
 
-def _of_attention(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, **_: Any) -> int:
+def _of_attention(value: Any, _shapes: Any, _starts: Any, _locations: Any, weights: Any, **_: Any) -> int:
     return _PER_SAMPLE * prod(weights) * value[-1]
 
 
-def _of_fused_attention(value: Any, *arguments: Any, **_: Any) -> int:
-    logits = arguments[4]  # after the shapes, the starts, the points and the offsets
-    return _PER_SAMPLE * prod(logits) * value[-1]
+def _of_fused_attention(
+    value: Any, _shapes: Any, _starts: Any, _points: Any, _offsets: Any, logits: Any, *_: Any, **__: Any
+) -> int:
+    return _of_attention(value, None, None, None, logits)
 
 
-def _of_aggregation(features: Any, shapes: Any, starts: Any, locations: Any, weights: Any, **_: Any) -> int:
+def _of_aggregation(
+    features: Any, _shapes: Any, _starts: Any, _locations: Any, weights: Any, **_: Any
+) -> int:
     return _PER_SAMPLE * prod(weights[:-1]) * features[-1]
 
 
-def _of_fused_aggregation(features: Any, *arguments: Any, **_: Any) -> int:
-    _shapes, _starts, points, cameras, _sizes, logits = arguments[:6]
+def _of_fused_aggregation(
+    features: Any,
+    _shapes: Any,
+    _starts: Any,
+    points: Any,
+    cameras: Any,
+    _sizes: Any,
+    logits: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
     return _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
 
 

@@ -123,7 +123,7 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
                 f"the config in checkpoint {path} runs code: {listed(code, 6)}. If you trust its origin, add "
                 "`--cfg-options trust_checkpoint=True`; or give a config of yours before the checkpoint"
             )
-        for _, node in dicts_in({"config": cfg._cfg_dict}):
+        for _, node in dicts_in(cfg._cfg_dict):
             for key in _NAMING:
                 if isinstance(node.get(key), str):
                     node[key] = node[key].rpartition(".")[2]  # Registries have classes under this name.

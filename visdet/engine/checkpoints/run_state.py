@@ -362,19 +362,18 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     images, images_before = size * processes, size_before * processes_before
     if (before, images_before) == (now, images):
         return
-    epochs, done = loop.epoch, loop.iter - loop.epoch * before
-    if not loop.by_epoch:
-        drawn = loop.iter + loop.batches_ahead
-        epochs, done = (0, drawn) if is_endless else divmod(drawn, before)
+    drawn = loop.iter + loop.batches_ahead
+    epochs = 0 if is_endless else loop.epoch if loop.by_epoch else drawn // before
+    done = drawn - epochs * before
     read = done * images_before
     is_pass_over = done == before and not is_endless
-    batches = read // images if is_endless else min(read // images, now)
-    batches = now if is_pass_over else batches
+    batches = now if is_pass_over else read // images
+    batches = batches if is_endless else min(batches, now)
     again = 0 if is_pass_over else max(read - batches * images, 0)
     if loop.by_epoch:
         loop.iter = epochs * now + batches
     else:
-        loop.batches_ahead = (batches if is_endless else epochs * now + batches) - loop.iter
+        loop.batches_ahead = epochs * now + batches - loop.iter
     is_in_order = isinstance(batches_of_run.batch_sampler, BatchSampler)
     others = (
         "none is left out" if is_in_order else "others may be left out, as batches do not follow their order"

@@ -20,7 +20,7 @@ def adopt_mmdet_scope(cfg: Config) -> list[str]:
         return []
     cfg.default_scope = "visdet"
     count = 0
-    for _, node in dicts_in(cfg):
+    for _, node in dicts_in(cfg._cfg_dict):
         count += node.pop("_scope_", None) is not None
         kind = node.get("type")
         if isinstance(kind, str) and kind.startswith(_PREFIXES):

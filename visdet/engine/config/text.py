@@ -35,29 +35,26 @@ def values_without_code(values: Mapping[str, Any]) -> list[str]:
     return [path for path, value in leaves(values) if _code_of_leaf(value) is None]
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested dicts, lists and tuples by their dotted paths."""
+def _nodes(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value, and those in nested dicts, lists and tuples, by their dotted paths, the outer ones first."""
+    yield path, value
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
+        items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
-    else:
-        yield path, value
-        return
     for key, item in items:
-        yield from leaves(item, f"{path}.{key}" if path else str(key))
+        yield from _nodes(item, f"{path}.{key}" if path else str(key))
 
 
-def dicts_in(sections: Mapping[str, Any]) -> Iterator[tuple[str, dict]]:
-    """Yield every dict in the sections of a config by its dotted path, the outer ones first."""
-    waiting: list[tuple[str, Any]] = list(sections.items())
-    while waiting:
-        path, node = waiting.pop(0)
-        if isinstance(node, dict):
-            yield path, node
-            waiting += [(f"{path}.{key}", value) for key, value in node.items()]
-        elif isinstance(node, list | tuple):
-            waiting += [(f"{path}.{position}", value) for position, value in enumerate(node)]
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested dicts, lists and tuples by their dotted paths."""
+    return (node for node in _nodes(value) if not isinstance(node[1], Mapping | list | tuple))
+
+
+def dicts_in(value: Any) -> Iterator[tuple[str, dict]]:
+    """Yield the dicts within a config by their dotted paths, the outer ones first."""
+    return (node for node in _nodes(value) if node[0] and isinstance(node[1], dict))
 
 
 def _code_of_leaf(value: Any) -> str | None:
