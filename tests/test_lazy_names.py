@@ -38,14 +38,12 @@ def test_type_checkers_see_the_same_names_in_the_same_modules(package):
     (branch,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in branch.body for alias in node.names}
     (table,) = [ast.literal_eval(node) for node in ast.walk(tree) if isinstance(node, ast.Dict)]
-    assert {name: module for module, names in table.items() for name in names} == {
-        name: module for name, module in seen.items() if module
-    }
+    assert table == {name: module or name for name, module in seen.items()}
     assert sorted(seen) == loaded.__all__
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    _, get_attribute, _ = lazy_names("visdet.engine", {"run": ["evaluate"]})
+    _, get_attribute, _ = lazy_names("visdet.engine", {"evaluate": "run"})
     assert get_attribute("evaluate").__module__ == "visdet.engine.run"
     assert get_attribute("run").__name__ == "visdet.engine.run"
     with pytest.raises(

@@ -22,12 +22,14 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "engine.inference.detections": ["Detections"],
-            "engine.inference.detector": ["Detector", "init_detector"],
-            "data_folder": ["evaluate", "train"],
-            "engine.run": ["TrainingResult"],
-            "ops": [],
-            "export": [],
+            "Detections": "engine.inference.detections",
+            "Detector": "engine.inference.detector",
+            "evaluate": "data_folder",
+            "export": "export",
+            "init_detector": "engine.inference.detector",
+            "ops": "ops",
+            "train": "data_folder",
+            "TrainingResult": "engine.run",
         },
     )
 

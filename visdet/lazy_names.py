@@ -4,7 +4,7 @@ A program then imports only what it uses. To print a config, for instance, it ne
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .near_names import unknown_attribute
@@ -13,24 +13,22 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(
-    package: str, names_of: Mapping[str, Sequence[str]]
+    package: str, module_of: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__all__``, the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:
         package: the ``__name__`` of the package.
-        names_of: the public names that each module of the package defines, such as ``config.load``. A module outside
-            the package has its whole name, such as ``visdet.option_values``. A module without names is itself public.
+        module_of: for each public name the module of the package that defines it, such as ``config.load``. A module
+            outside the package has its whole name, such as ``visdet.option_values``. A module that is itself public has
+            its own name.
     """
-    module_of = {name: module for module, names in names_of.items() for name in names or [module]}
 
     def get_attribute(name: str) -> Any:
-        if name in names_of:
-            return importlib.import_module(f"{package}.{name}")
-        if name in module_of:
-            module = module_of[name]
-            path = module if module.startswith("visdet.") else f"{package}.{module}"
-            return getattr(importlib.import_module(path), name)
-        raise unknown_attribute(package, name, module_of)
+        module = module_of.get(name, name)
+        if module not in module_of.values():
+            raise unknown_attribute(package, name, module_of)
+        loaded = importlib.import_module(module if module.startswith("visdet.") else f"{package}.{module}")
+        return loaded if module == name else getattr(loaded, name)
 
     return sorted(module_of), get_attribute, lambda: sorted(module_of)

@@ -17,16 +17,15 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "coco": ["CocoDataset"],
-            "info_files": ["load_infos", "save_infos"],
-            "nuscenes": ["NuScenes3DDetTrackDataset"],
-            "samplers": [],
-            "synthetic": [
-                "DrivingScenesDataset",
-                "ShapesDataset",
-                "make_driving_scenes",
-                "make_shapes",
-            ],
-            "transforms": [],
+            "CocoDataset": "coco",
+            "DrivingScenesDataset": "synthetic",
+            "load_infos": "info_files",
+            "make_driving_scenes": "synthetic",
+            "make_shapes": "synthetic",
+            "NuScenes3DDetTrackDataset": "nuscenes",
+            "samplers": "samplers",
+            "save_infos": "info_files",
+            "ShapesDataset": "synthetic",
+            "transforms": "transforms",
         },
     )

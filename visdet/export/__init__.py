@@ -22,11 +22,11 @@ require_train_extra("visdet.export")
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "errors": ["ExportError"],
-        "package": ["Package"],
-        "program": ["Program"],
-        "reference": ["Reference"],
-        "run": ["export"],
+        "export": "run",
+        "ExportError": "errors",
+        "Package": "package",
+        "Program": "program",
+        "Reference": "reference",
     },
 )
 

@@ -14,7 +14,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "data_samples": ["DetDataSample"],
-            "driving_data_sample": ["DrivingDataSample"],
+            "DetDataSample": "data_samples",
+            "DrivingDataSample": "driving_data_sample",
         },
     )

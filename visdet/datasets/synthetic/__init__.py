@@ -12,8 +12,9 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "driving_scenes": ["DrivingScenesDataset", "make_driving_scenes"],
-            "shapes": ["make_shapes"],
-            "shapes_dataset": ["ShapesDataset"],
+            "DrivingScenesDataset": "driving_scenes",
+            "make_driving_scenes": "driving_scenes",
+            "make_shapes": "shapes",
+            "ShapesDataset": "shapes_dataset",
         },
     )
