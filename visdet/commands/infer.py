@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from visdet.command_line import add_config_arguments, folder_name, positive_int
+from visdet.command_line import add_config_arguments, folder_name, options_of, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,19 +110,8 @@ def _detect(args: argparse.Namespace) -> None:
         )
     else:
         say(told_thresholds(["all"], [args.score_thr], "--score-thr"))
-    found, failures = detect_files(
-        detector,
-        files,
-        out_dir,
-        args.score_thr,
-        args.batch_size,
-        args.amp,
-        draws=not args.json_only,
-        shown=_with_progress,
-        tiles=args.tiles,
-        overlap=args.overlap,
-        nms=args.nms,
-    )
+    given = options_of(args, "images", "graph", "device", "json_only")
+    found, failures = detect_files(detector, files, draws=not args.json_only, shown=_with_progress, **given)
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")

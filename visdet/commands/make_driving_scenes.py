@@ -5,7 +5,7 @@ visdet make-driving-scenes data/driving_scenes
 
 import argparse
 
-from visdet.command_line import add_options
+from visdet.command_line import add_options, options_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +36,4 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.datasets import make_driving_scenes
 
-    make_driving_scenes(
-        args.folder,
-        num_train=args.num_train,
-        num_val=args.num_val,
-        num_test=args.num_test,
-        num_frames=args.num_frames,
-        image_size=tuple(args.image_size),
-        seed=args.seed,
-        num_workers=args.num_workers,
-    )
+    make_driving_scenes(**options_of(args))

@@ -6,7 +6,7 @@ visdet make-shapes data/rotated_shapes --rotated
 
 import argparse
 
-from visdet.command_line import add_options
+from visdet.command_line import add_options, options_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,5 +29,4 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.datasets import make_shapes
 
-    sizes = (args.num_train, args.num_val, args.image_size)
-    make_shapes(args.folder, *sizes, args.seed, args.num_workers, args.rotated)
+    make_shapes(**options_of(args))
