@@ -1,6 +1,6 @@
 """The times at which the frames of an .mp4 file are shown, which OpenCV can only write at one rate."""
 
-import os
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -29,8 +29,8 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
     ticks = [after - before for before, after in pairwise(edges)]
     with open(path, "r+b") as file:
         try:
-            start, index = _last_box(file)
-            if not index.startswith(b"moov", 4) or b"ctts" in index or edges[-1] >= _LIMIT:
+            start, index = _last_box(file, b"moov")
+            if b"ctts" in index or edges[-1] >= _LIMIT:
                 return False
             (movie_scale,) = struct.unpack_from(">I", index, index.index(b"mvhd") + 4 + _TIME_SCALE_AT)
             changed = _with_durations(index, ticks, round(edges[-1] / _TICKS * movie_scale))
@@ -41,20 +41,14 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
     return True
 
 
-def _last_box(file: BinaryIO) -> tuple[int, bytes]:
-    """Return where the last box of a file begins, and the box."""
-    start, end = 0, file.seek(0, os.SEEK_END)
-    while True:
-        file.seek(start)
-        size, _ = _HEADER.unpack(file.read(_HEADER.size))
-        if size == 1:  # A box of more than 4 GiB has its size behind its kind.
-            (size,) = struct.unpack(">Q", file.read(8))
-        if start + size > end:
-            raise ValueError("the last box is cut")
-        if size == 0 or start + size == end:
-            file.seek(start)
-            return start, file.read()
-        start += size
+def _last_box(file: BinaryIO, kind: bytes) -> tuple[int, bytes]:
+    """Return where the last box of a file begins, and the box. It must be of a kind."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.rfind(kind) - len(kind)  # The size is before the kind.
+        (size,) = struct.unpack_from(">I", content, start)
+        if start + size != len(content):
+            raise ValueError(f"the last box is cut, or is no {kind!r}")
+        return start, content[start:]
 
 
 def _boxes(content: bytes) -> Iterator[tuple[bytes, bytes]]:
