@@ -35,31 +35,31 @@ def to_plain(value: Any, name: str = "") -> Any:
     """
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, HistoryBuffer):
-        values, counts = (
-            torch.from_numpy(np.array(part[-_HISTORY_LENGTH:], dtype=np.float64)) for part in value.data
-        )
-        return {"history_values": values, "history_counts": counts}
-    if isinstance(value, np.generic | np.ndarray):
-        return to_plain(value.tolist(), name)
-    if isinstance(value, Mapping):
-        plain = {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            ordered: Any = OrderedDict(plain)
-            ordered._metadata = value._metadata
-            return ordered
-        return plain
-    if isinstance(value, tuple):
-        return tuple(to_plain(item, f"{name}[{place}]") for place, item in enumerate(value))
-    if isinstance(value, list | set | frozenset):
-        return [to_plain(item, f"{name}[{place}]") for place, item in enumerate(value)]
+    match value:
+        case torch.Tensor():
+            return value.detach().cpu()
+        case HistoryBuffer():
+            values, counts = (
+                torch.from_numpy(np.array(part[-_HISTORY_LENGTH:], dtype=np.float64)) for part in value.data
+            )
+            return {"history_values": values, "history_counts": counts}
+        case np.generic() | np.ndarray():
+            return to_plain(value.tolist(), name)
+        case Mapping():
+            plain = {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+            if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+                ordered: Any = OrderedDict(plain)
+                ordered._metadata = value._metadata
+                return ordered
+            return plain
+        case tuple() | list() | set() | frozenset():
+            items = [to_plain(item, f"{name}[{place}]") for place, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        case PurePath():
+            return str(value)
     for kind in _KINDS:
         if isinstance(value, kind):  # a subclass: a str enum
             return kind(value)
-    if isinstance(value, PurePath):
-        return str(value)
     named = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InvalidTypeError(
         f"{name or 'the value'} is a {named}, which a checkpoint cannot hold. It can hold tensors, numbers, strings, "

@@ -240,19 +240,13 @@ def _names_of_bases(content: Any) -> list[str]:
     bases: Any = []
     if isinstance(content, dict):
         bases = content.pop(_BASE, [])
-    for assignment in _assignments_of_base(content) if isinstance(content, ast.Module) else ():
-        bases = eval(compile(ast.Expression(assignment.value), _BASE, "eval"), {})
-        content.body.remove(assignment)
+    else:
+        for node in list(content.body):
+            match node:
+                case ast.Assign(targets=[ast.Name("_base_")], value=names):
+                    bases = eval(compile(ast.Expression(names), _BASE, "eval"), {})
+                    content.body.remove(node)
     return [bases] if isinstance(bases, str) else list(bases)
-
-
-def _assignments_of_base(tree: ast.Module) -> list[Any]:
-    return [
-        node
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == _BASE for target in node.targets)
-    ]
 
 
 def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:

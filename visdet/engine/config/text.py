@@ -39,10 +39,11 @@ def _nodes(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a value, and those in nested dicts, lists and tuples, by their dotted paths, the outer ones first."""
     yield path, value
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
+    match value:
+        case Mapping():
+            items = value.items()
+        case list() | tuple():
+            items = enumerate(value)
     for key, item in items:
         yield from _nodes(item, f"{path}.{key}" if path else str(key))
 

@@ -86,27 +86,28 @@ def as_array(given: Any) -> Any:
 
 
 def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImage]:
-    if isinstance(given, str | os.PathLike):
-        video = video_of(given)
-        for path in find_images([os.fspath(given)])[0] if video is None else [video]:
-            if is_video(path):
-                yield from _frames(path)
-            else:
-                yield GivenImage(path)
-    elif isinstance(given, Image.Image):
-        yield GivenImage(pixels=_rgb_of_picture(given, name))
-    elif isinstance(given, _Content):
-        yield GivenImage(pixels=_rgb_of_content(given, name))
-    elif isinstance(given, torch.Tensor | np.ndarray) and given.ndim != 4:
-        yield GivenImage(pixels=_rgb_of_array(given, channel_order, name))
-    else:
-        for index, image in enumerate(given):
-            if isinstance(image, list | tuple):
-                raise InvalidTypeError(
-                    f"{name}[{index}] must be a path, an array, a tensor or an image of Pillow, got a "
-                    f"{type(image).__name__}"
-                )
-            yield from each_image(image, channel_order, f"{name}[{index}]")
+    match given:
+        case str() | os.PathLike():
+            video = video_of(given)
+            for path in find_images([os.fspath(given)])[0] if video is None else [video]:
+                if is_video(path):
+                    yield from _frames(path)
+                else:
+                    yield GivenImage(path)
+        case Image.Image():
+            yield GivenImage(pixels=_rgb_of_picture(given, name))
+        case bytes() | bytearray() | io.IOBase():
+            yield GivenImage(pixels=_rgb_of_content(given, name))
+        case torch.Tensor() | np.ndarray() if given.ndim != 4:
+            yield GivenImage(pixels=_rgb_of_array(given, channel_order, name))
+        case _:
+            for index, image in enumerate(given):
+                if isinstance(image, list | tuple):
+                    raise InvalidTypeError(
+                        f"{name}[{index}] must be a path, an array, a tensor or an image of Pillow, got a "
+                        f"{type(image).__name__}"
+                    )
+                yield from each_image(image, channel_order, f"{name}[{index}]")
 
 
 def _rgb_of_picture(picture: Image.Image, name: str) -> np.ndarray:
