@@ -52,11 +52,11 @@ def test_values(text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dict(a, b)", "expected key=value"),
-        ("dict(**x)", "expected key=value"),
-        ("{1, 2}", "expected 'key': value"),
-        ("[SGD(lr=1)]", r"is a call. Write dict\(type='SGD', ...\)"),
-        ("range(1, 2)", "is a call"),
+        ("dict(a, b)", "write dict"),
+        ("dict(**x)", "write dict"),
+        ("{1, 2}", "write dict"),
+        ("[SGD(lr=1)]", r"'SGD\(lr=1\)': write dict\(type='NAME', key=value\)"),
+        ("range(1, 2)", "write dict"),
         ("[1, 2", "close its brackets"),
         ("[(1, 2]", "close its brackets"),
         ("[/a/x, /b/y]", "put its texts into quotes"),

@@ -53,18 +53,21 @@ def _value(node: Any, source: str) -> Any:
             items = [_value(item, source) for item in node.elts]
             has_brackets = not items or node.elts[0].col_offset > node.col_offset
             return tuple(items) if isinstance(node, ast.Tuple) and has_brackets else items
-        case ast.Dict() if None not in node.keys:
-            pairs = zip(node.keys, node.values, strict=True)
+        case ast.Dict(keys, values) if None not in keys:
+            pairs = zip(keys, values, strict=True)
             return {_value(key, source): _value(value, source) for key, value in pairs}
-        case ast.Dict() | ast.Set():
-            raise ValueError(f"{text!r}: expected 'key': value")
-        case ast.Call(func=ast.Name("dict")):
-            if node.args or any(item.arg is None for item in node.keywords):
-                raise ValueError(f"{text!r}: expected key=value")
-            return {item.arg: _value(item.value, source) for item in node.keywords}
-        case ast.Call() if node.keywords or len(node.args) > 1:
-            name = ast.unparse(node.func)
-            raise ValueError(f"{text!r} is a call. Write dict(type='{name}', ...), or put text into quotes")
+        case ast.Call(ast.Name("dict"), [], keywords) if all(item.arg for item in keywords):
+            return {item.arg: _value(item.value, source) for item in keywords}
+        case (
+            ast.Dict()
+            | ast.Set()
+            | ast.Call(ast.Name("dict"))
+            | ast.Call(args=[_, _, *_])
+            | ast.Call(keywords=[_, *_])
+        ):
+            raise ValueError(
+                f"{text!r}: write dict(type='NAME', key=value) or {{'key': value}}, or put text into quotes"
+            )
     if _NUMBER.fullmatch(text):
         return ast.literal_eval(text)
     if _NOT_FINITE.fullmatch(text):
