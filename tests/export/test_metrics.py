@@ -62,5 +62,5 @@ def test_a_checkpoint_of_other_classes_is_refused(trained, tmp_path):
     content = torch.load(trained[1])
     content["meta"]["dataset_meta"]["classes"].pop()
     torch.save(content, tmp_path / "five.pth")
-    with pytest.raises(CheckpointError, match="five.pth does not know cross"):
+    with pytest.raises(CheckpointError, match="does not know cross"):
         export_config(trained[0], tmp_path / "five.pth", tmp_path)
