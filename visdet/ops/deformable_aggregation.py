@@ -1,6 +1,8 @@
 """Deformable aggregation, a weighted sum of bilinear samples of the feature pyramids of several cameras."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -162,23 +164,15 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
 
 
 def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> list[list[Tensor]]:
-    shapes, starts = level_shapes.tolist(), level_starts.tolist()
     groups: list[list[Tensor]] = []
-    first = 0
-    for last in range(1, len(shapes) + 1):
-        if last < len(shapes) and shapes[last] == shapes[first]:
-            continue
-        groups.append(
-            [
-                torch.stack(
-                    [features[:, row[level] : row[level] + H * W] for row in starts[first:last]], 1
-                )  # [B, V, H * W, C]
-                .transpose(-1, -2)
-                .unflatten(-1, (H, W))
-                for level, (H, W) in enumerate(shapes[first])
-            ]
-        )
-        first = last
+    tables = zip(level_shapes.tolist(), level_starts.tolist(), strict=True)
+    for shapes, cameras in groupby(tables, itemgetter(0)):
+        starts = [of_camera for _, of_camera in cameras]
+        maps = []
+        for level, (H, W) in enumerate(shapes):
+            rows = torch.stack([features[:, row[level] : row[level] + H * W] for row in starts], 1)
+            maps.append(rows.transpose(-1, -2).unflatten(-1, (H, W)))  # from [B, V, H * W, C]
+        groups.append(maps)
     return groups
 
 
