@@ -12,6 +12,7 @@ from visdet.registry import TASK_UTILS
 from ...matching.assignment import for_solver, solve_padded
 from ...matching.match_costs import FocalLossCost
 from ...matching.padded_targets import room_for
+from ...rows import labels_at, rows_or_zeros
 from ...transfer import constants_on, to_device
 from ..base_target import LEAST_ROOM, BaseTargetWithDenoising, PaddedInstances, PairCosts
 from .box3d import encode_box
@@ -177,26 +178,24 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
         index = solve_padded(costs, [labels.shape[1]] * len(labels))
 
-        def of_matched(values: Tensor, others: int) -> Tensor:
-            rows = torch.cat([values, values.new_full((G * B, 1, *values.shape[2:]), others)], dim=1)
-            of_queries = rows[torch.arange(G * B, device=index.device)[:, None], index]
-            return of_queries.view(G, B, -1, *values.shape[2:]).transpose(0, 1).flatten(1, 2)
+        def by_sample(values: Tensor) -> Tensor:
+            """Return values [G·B, n, ...] as [B, G·n, ...]."""
+            return values.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2)
 
-        dn_labels = of_matched(labels, _BACKGROUND)
-        copies = anchors.shape[1] // labels.shape[1]
-        is_box = (labels >= 0).repeat(1, copies).view(G, B, -1).transpose(0, 1).flatten(1)
+        dn_labels = by_sample(labels_at(labels, index, _BACKGROUND))
+        is_box = by_sample((labels >= 0).repeat(1, anchors.shape[1] // labels.shape[1]))
         n = anchors.shape[1]
         group = torch.arange(G, device=anchors.device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
         added = (torch.arange(n, device=anchors.device) % labels.shape[1] >= self._most(cls_target)).repeat(G)
         apart = ((group[:, None] != group) | added).fill_diagonal_(False)
         return DenoisingQueries(
-            anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
-            of_matched(boxes, 0),
+            by_sample(anchors),
+            by_sample(rows_or_zeros(boxes, index)),
             dn_labels,
             apart,
             (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
-            None if ids is None else of_matched(ids, -1),
+            None if ids is None else by_sample(labels_at(ids, index, -1)),
         )
 
     def _most(self, cls_target: Sequence[Tensor]) -> int:

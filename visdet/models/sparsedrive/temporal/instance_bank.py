@@ -263,8 +263,8 @@ class InstanceBank(ModuleWithAnchors):
         K, known = self.num_temp_instances, state.instance_id
         if K <= 0:
             return ids, state
-        if known is not None and known.shape[0] == ids.shape[0]:
-            ids = known.clone()
+        if known is not None:
+            ids = known
         is_new = ids < 0
         if threshold is not None:
             is_new = is_new & (confidence >= threshold)

@@ -208,10 +208,10 @@ class InstanceQueue(BaseModule):
         else:
             period = torch.where(mask[:, None], state.ego_period, 0)
         if self.ego_motion_encoder is not None:
-            if state.step is not None and mask is not None:
+            if state.step is not None:
                 velocity = state.step.velocity.to(anchor.dtype).unsqueeze(1)
                 anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
-        elif state.ego_status is not None and mask is not None:
+        elif state.ego_status is not None:
             speed = state.ego_status[..., _FORWARD_SPEED]
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
         state = replace(
