@@ -76,8 +76,7 @@ def serves(
     def declare(signature: Callable[..., Any]) -> Callable[..., Any]:
         for entry in entries:
             extension, _, name = entry.rpartition(".")
-            function = _Function(entry, operator, signature, returns, names)
-            SERVED.setdefault(extension, {})[name] = function.as_function(name)
+            SERVED.setdefault(extension, {})[name] = _Function(entry, operator, signature, returns, names)
         return SERVED[extension][name]
 
     return declare
@@ -106,13 +105,10 @@ class _Function:
     ) -> None:
         self.entry, self.operator, self.returns = entry, operator, returns
         parameters = list(inspect.signature(signature).parameters.values())
-        self.signature = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
-        types = {parameter.name: parameter.annotation for parameter in parameters}
-        self.choices = {name: _choices(given) for name, given in types.items()}
-        # Compiled functions take a tensor of one number for each of these, too.
-        self.numbers = {name: types[name] for name in types if types[name] in (int, float)}
+        self.__name__ = entry.rpartition(".")[2]
+        self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
+        types = self.types = {parameter.name: parameter.annotation for parameter in parameters}
         self.results = [name for name in types if types[name] in (Result, FirstRows)]
-        self.first_rows = [name for name in types if types[name] == FirstRows]
         self.grad_outputs = [name for name in types if types[name] == GradOutput]
         self.gradients = {name: names[name] for name in types if types[name] == Gradient}
         self.taken = {
@@ -126,16 +122,8 @@ class _Function:
             if target in self.taken and name not in self.gradients and has_effect:
                 self.sources.setdefault(target, []).append(name)
 
-    def as_function(self, name: str) -> Callable[..., Any]:
-        def function(*args: Any, **named: Any) -> Any:
-            return self(*args, **named)
-
-        function.__name__ = name
-        function.__signature__ = self.signature  # type: ignore[attr-defined]
-        return function
-
     def __call__(self, *args: Any, **named: Any) -> Any:
-        given = self.signature.bind(*args, **named).arguments
+        given = self.__signature__.bind(*args, **named).arguments
         passed = {
             target: self._value(target, names, given)
             for target, names in self.sources.items()
@@ -148,12 +136,13 @@ class _Function:
     def _value(self, target: str, names: list[str], given: dict[str, Any]) -> Any:
         """Return what the operator gets for an argument."""
         annotation = self.taken[target]
-        values = [given[name] for name in names]
-        for place, name in enumerate(names):
-            if name in self.numbers and isinstance(values[place], Tensor):
-                values[place] = self.numbers[name](values[place])
+        values = []
+        for name in names:
+            one, kind = given[name], self.types[name]
+            # Compiled functions take a tensor of one number, too.
+            values.append(kind(one) if kind in (int, float) and isinstance(one, Tensor) else one)
         value: Any = values[0] if len(names) == 1 else tuple(values)
-        if choices := self.choices[names[0]]:
+        if choices := _choices(self.types[names[0]]):
             if not 0 <= value < len(choices):
                 meanings = ", ".join(f"{number} ({choice})" for number, choice in enumerate(choices))
                 raise ValueError(f"{self.entry}: {names[0]} must be one of {meanings}, got {value!r}")
@@ -192,7 +181,7 @@ class _Function:
             if not isinstance(values, Tensor):
                 target.fill_(values)
                 continue
-            if name in self.first_rows:
+            if self.types[name] == FirstRows:
                 if target.dim() and len(target) < len(values):
                     sizes = ", ".join(map(str, [f"{len(values)} or more", *values.shape[1:]]))
                     raise ValueError(f"{self.entry}: {name} must be [{sizes}], got {list(target.shape)}")
