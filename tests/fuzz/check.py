@@ -102,7 +102,7 @@ def run_call(operator: Operator, seed: int, device: str) -> Outcome:
 
 
 def _may_be_nan(
-    operator: Operator, problem: Problem, grad_outputs: list[Tensor], results: Sequence[str]
+    operator: Operator, problem: Problem, grad_outputs: dict[int, Tensor], results: Sequence[str]
 ) -> Sequence[str]:
     """Return the results on CUDA that may be NaN because of a bad number elsewhere in an argument."""
 
@@ -111,7 +111,7 @@ def _may_be_nan(
 
     if not operator.reads_beside:
         return ()
-    if not are_finite([*(problem.arguments[name] for name in operator.reads_beside), *grad_outputs]):
+    if not are_finite([*(problem.arguments[name] for name in operator.reads_beside), *grad_outputs.values()]):
         return results
     return (
         ()
@@ -141,21 +141,26 @@ def _on_cpu(value: Any) -> Any:
 
 def _call(
     operator: Operator, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
-) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], list[Tensor]]:
-    """Return the results, the gradients of the needed arguments, and the gradients of the results that were used."""
+) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], dict[int, Tensor]]:
+    """Return the results, the gradients of the needed arguments, and those of the results that have one."""
     result = operator.call(**problem.arguments)
     outputs = result if isinstance(result, tuple) else (result,)
-    sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    sources = {i: t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad}
     assert sources or not needed, f"no result can be differentiated with respect to {needed}"
     if not needed:
-        return outputs, (None,) * len(needed), []
+        return outputs, (None,) * len(needed), {}
     if grad_outputs is None:
-        numbers = [draw.with_bad_numbers(draw.numbers(*t.shape), 0.3) for t in sources]
+        numbers = [draw.with_bad_numbers(draw.numbers(*t.shape), 0.3) for t in sources.values()]
         if operator.shares_a_scale:
             numbers = [torch.where(tensor.abs() == HUGE, 1.0, tensor) for tensor in numbers]
-        grad_outputs = [draw.place(tensor, t.dtype) for tensor, t in zip(numbers, sources, strict=True)]
+        grad_outputs = {
+            i: draw.place(tensor, t.dtype) for tensor, (i, t) in zip(numbers, sources.items(), strict=True)
+        }
     gradients = torch.autograd.grad(
-        sources, [problem.arguments[name] for name in needed], grad_outputs, allow_unused=True
+        list(sources.values()),
+        [problem.arguments[name] for name in needed],
+        list(grad_outputs.values()),
+        allow_unused=True,
     )
     return outputs, gradients, grad_outputs
 
@@ -209,7 +214,7 @@ def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
 
 
 def _reference(
-    operator: Operator, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
+    operator: Operator, problem: Problem, needed: list[str], grad_outputs: dict[int, Tensor], magnitudes: bool
 ) -> dict[str, Any]:
     """Return the float64 results by name: "output", "output 1" and so on, and the names of needed arguments."""
     arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
@@ -219,16 +224,19 @@ def _reference(
     outputs = result if isinstance(result, tuple) else (result,)
     results = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
     if grad_outputs:
-        sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        grads = [grad.double() for grad in grad_outputs]
+        grads = [grad.double() for grad in grad_outputs.values()]
         grads = [torch.where(grad.abs() < EXTREME, grad, torch.nan) for grad in grads]
         if magnitudes:
             grads = [grad.abs().nan_to_num(0.0) for grad in grads]
             results["grad_output"] = _row_sum(grads[0])
             results["grad_total"] = grads[0].sum()
             results["grad_peak"] = grads[0]
+        # An operator may compute results together of which the reference has some without a gradient.
+        pairs = zip((outputs[i] for i in grad_outputs), grads, strict=True)
+        used = [pair for pair in pairs if pair[0].requires_grad]
         found: tuple[Tensor | None, ...] = (None,) * len(needed)
-        if sources and len(sources) == len(grads):
+        if used:
+            sources, grads = zip(*used, strict=True)
             found = torch.autograd.grad(sources, [arguments[n] for n in needed], grads, allow_unused=True)
         for name, gradient in zip(needed, found, strict=True):
             results[name] = torch.zeros_like(arguments[name]) if gradient is None else gradient
@@ -240,7 +248,7 @@ def _compare(
     problem: Problem,
     outputs: tuple[Any, ...],
     gradients: tuple[Tensor | None, ...],
-    grad_outputs: list[Tensor],
+    grad_outputs: dict[int, Tensor],
     needed: list[str],
     may_be_nan: Sequence[str],
 ) -> str:
