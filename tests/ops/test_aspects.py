@@ -88,7 +88,12 @@ def test_registrations(name, number, device):
 
 
 # They may bring references into another form, or are plain torch on the CPU.
-COPIES = {"box_key_points", "deformable_aggregation_fused", "ms_deform_attn_fused"}
+COPIES = {
+    "box_key_points",
+    "deformable_aggregation_fused",
+    "local_aggregate",
+    "ms_deform_attn_fused",
+}
 
 
 @pytest.mark.parametrize(("name", "number"), [one for one in SIZED if one[0] not in COPIES])

@@ -33,6 +33,7 @@ from visdet.ops import (
     voxel_pooling,
 )
 
+REAL = ("means3D", "opacities", "semantics", "u", "v", "scales3D", "rot3D", "cov3D")  # with gradients
 FINE, EXTENT = (0.5, 0.25, 1.0), (-2.0, -1.0, -2.0, 2.0, 1.0, 2.0)
 
 
@@ -163,7 +164,7 @@ def _columns(geom_xyz: Tensor, input_features: Tensor, voxel_num: list[int]) -> 
 
 
 def _draw_gaussians(draw: Draw) -> Problem:
-    N, G, C, dtype = draw.size(40), draw.size(30), draw.size(5), draw.dtype()
+    N, G, C, dtype = draw.size(90), draw.size(70), draw.size(25), draw.dtype()
     H, W, D = (draw.size(6, 0) for _ in range(3))
     points, means = draw.uniform(0, 6, N, 3), draw.uniform(0, 6, G, 3)
     precision = torch.cat([draw.uniform(1, 2, G, 3), draw.uniform(-0.3, 0.3, G, 3)], 1)
@@ -181,6 +182,22 @@ def _draw_gaussians(draw: Draw) -> Problem:
         "D": D,
     }
     return linear_problem("semantics", given, "means3D", "opacities", "cov3D")
+
+
+def _small_gaussians(N: int, G: int, C: int) -> dict[str, Any]:
+    draw = Seeded(3)
+    points, means, factors = (draw.uniform(*shape) * 4 for shape in ((N, 3), (G, 3), (G, 3, 3)))
+    inverse = (factors @ factors.mT / 30 + torch.eye(3) / 4).flatten(1)[:, [0, 4, 8, 1, 5, 2]]
+    real = {"pts": points, "means3D": means, "opacities": draw.uniform(G), "semantics": draw.uniform(G, C)}
+    voxels = {"points_int": points.int(), "means3D_int": means.int(), "radii": means[:, 0].int() + 1}
+    return real | voxels | {"cov3D": inverse, "H": 4, "W": 4, "D": 3}
+
+
+def _small_superquadrics(N: int, G: int, C: int) -> dict[str, Any]:
+    given, draw = _small_gaussians(N, G, C), Seeded(4)
+    del given["cov3D"]
+    exponents = {"u": draw.uniform(G) + 0.5, "v": draw.uniform(G) + 0.5}
+    return given | exponents | {"scales3D": draw.uniform(G, 3) + 1, "rot3D": draw.uniform(G, 9) - 0.5}
 
 
 def _draw_superquadrics(draw: Draw) -> Problem:
@@ -300,6 +317,22 @@ OPERATORS = (
         _draw_gaussians,
         _aggregated,
         _bounds_of_gaussians,
+        of_size=(
+            lambda n: Problem(_small_gaussians(n, n, 5), ("means3D", "opacities", "semantics", "cov3D")),
+        ),
+        launches=sizes.arguments(
+            pts="N 3",
+            points_int="N 3",
+            means3D="M 3",
+            means3D_int="M 3",
+            opacities="M",
+            semantics="M C",
+            radii="M",
+            cov3D="M 6",
+            H=200,
+            W=200,
+            D=16,
+        ),
     ),
     Operator(
         "local_aggregate_prob",
@@ -328,26 +361,20 @@ def test_a_grid_of_more_than_2_to_the_31_voxels(device):
     assert features.tolist() == [[9999, 9999, 999], [2, 2, 2]]
 
 
-def gaussians(G=6, N=40):
-    draw = Seeded(3)
-    points, means = draw.uniform(N, 3) * 4, draw.uniform(G, 3) * 4
-    factors = draw.uniform(G, 3, 3)
-    inverse = factors @ factors.transpose(1, 2) + torch.eye(3)
-    radii = torch.randint(1, 3, (G,), generator=draw.generator, dtype=torch.int32)
-    opacities, semantics = draw.uniform(G), draw.uniform(G, 5)
-    entries = inverse.flatten(1)[:, [0, 4, 8, 1, 5, 2]]
-    return points, points.int(), means, means.int(), opacities, semantics, radii, entries, inverse
+@pytest.mark.parametrize("aggregate", [local_aggregate, local_aggregate_prob, local_aggregate_prob_sq])
+@pytest.mark.parametrize("N, G, C", [(70, 40, 5), (5, 3, 41)])
+def test_gradients_around_points(aggregate, N, G, C, device):
+    """Groups of 32 points and Gaussians, and of 20 columns, are filled more than once, and in part."""
+    is_superquadric = aggregate is local_aggregate_prob_sq
+    given = _small_superquadrics(N, G, C) if is_superquadric else _small_gaussians(N, G, C)
+    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
+    names = [name for name in REAL if name in given]
+    leaves = [given[name].requires_grad_() for name in names]
 
+    def call(*leaves: Tensor) -> Any:
+        return aggregate(**given | dict(zip(names, leaves, strict=True)))
 
-@pytest.mark.parametrize("aggregate", [local_aggregate, local_aggregate_prob])
-def test_forward_derivatives(aggregate):
-    points, voxels, means, centers, opacities, semantics, radii, entries, _ = gaussians(3, 9)
-
-    def call(m, o, s, e):
-        return aggregate(points, voxels, m, centers, o, s, radii, e, 4, 4, 4)
-
-    inputs = [tensor.requires_grad_() for tensor in (means, opacities, semantics, entries)]
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True, nondet_tol=0)
 
 
 REFUSED = [

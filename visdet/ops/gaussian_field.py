@@ -59,9 +59,9 @@ def gaussian_field(
     on_cpu = points.device.type == "cpu"
     are_positions = all(one.dim() == 2 and one.shape[1] == 3 for one in (points, means))
     if tolerance > 0 and are_positions and (on_cpu or points.dtype == torch.float32):
-        gaussian_order = _space_order(means.detach())
+        gaussian_order = space_order(means.detach())
         if not on_cpu:
-            point_order = _space_order(points.detach())
+            point_order = space_order(points.detach())
     field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, float(tolerance))
     return field.to(dtype)
 
@@ -86,7 +86,7 @@ def _order_in_space(positions: Tensor) -> Tensor:
     return code.argsort(stable=True)
 
 
-_space_order = recorded_as_one(
+space_order = recorded_as_one(
     _order_in_space,
     "Tensor positions",
     leaves=0,

@@ -1,14 +1,14 @@
 """Semantics of points from Gaussians in their neighbourhood, for occupancy."""
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from .. import _registration
+from .._arguments import computation_dtype, constant
 from .._declared import declared
-from ..point_neighbours import row_ranges
+from ..gaussian_field import space_order
 
 __all__ = ["local_aggregate", "local_aggregate_prob", "local_aggregate_prob_sq"]
 
@@ -47,7 +47,7 @@ def local_aggregate(
 
     Args:
         pts: [N, 3]. The points (x, y, z).
-        points_int: [N, 3]. Their voxels.
+        points_int: [N, 3]. Their voxels, whole numbers below 2**24.
         means3D: [G, 3]. The means of the Gaussians.
         means3D_int: [G, 3]. Their voxels.
         opacities: [G]. Their opacities, or [G, 1].
@@ -61,20 +61,21 @@ def local_aggregate(
     Returns:
         [N, C]. The sums. 16-bit types are computed in float32.
 
-    It is differentiable with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``.
+    It is differentiable once with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``, and
+    deterministic, forward and backward.
 
     Raises:
         ValueError: A shape or type does not fit. The message names the argument.
+        NotBuiltError: The library for the device is not built.
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
-    gaussians = means3D, means3D_int, opacities, semantics, radii
-    pairs = _near_pairs("local_aggregate", pts, points_int, gaussians, (cov3D,), (H, W, D))
-    parts = [
-        _sum_by_point(point, rows, (opacity * _normal(apart, *form))[:, None] * values)
-        for rows, point, apart, opacity, values, form in pairs
-    ]
-    return torch.cat(parts).to(semantics.dtype)
+    dtype = computation_dtype(semantics)
+    (opacity,) = _of_each("local_aggregate", means3D, dtype, opacities=opacities)
+    places = pts, points_int, means3D, means3D_int, radii
+    values = opacity[:, None] * semantics.to(dtype)
+    sums = _sums("local_aggregate", places, _matrices(cov3D.to(dtype)), values, (H, W, D))
+    return sums[:, :-1].to(semantics.dtype)
 
 
 @declared(
@@ -126,22 +127,24 @@ def local_aggregate_prob(
         [N, C], [N] and [N]. Where the weights add up to 1e-9 or less, the semantics are ``1 / (C - 1)`` each but the
         last one, which is 0, without a gradient. 16-bit types are computed in float32.
 
-    It is differentiable with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``.
+    It is differentiable once with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``, and
+    deterministic, forward and backward.
 
     Raises:
         ValueError: A shape or type does not fit. The message names the argument.
+        NotBuiltError: The library for the device is not built.
 
     Source: Paper "GaussianFormer-2" (Huang et al.).
     """
 
-    def weigh(apart: Tensor, cov3D: Tensor) -> tuple[Tensor, Tensor]:
-        density, (xx, yy, zz, xy, yz, xz) = _normal(apart, cov3D), cov3D.unbind(1)
-        volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
-        return density, volume.clamp(min=0).sqrt() * density / (2 * math.pi) ** 1.5
-
-    gaussians = means3D, means3D_int, opacities, semantics, radii
-    pairs = _near_pairs("local_aggregate_prob", pts, points_int, gaussians, (cov3D,), (H, W, D))
-    return _expectations(pairs, weigh, semantics)
+    dtype = computation_dtype(semantics)
+    (opacity,) = _of_each("local_aggregate_prob", means3D, dtype, opacities=opacities)
+    matrices = _matrices(cov3D.to(dtype))
+    xx, xy, xz, _, yy, yz, _, _, zz = matrices.unbind(1)
+    volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
+    weights = opacity * volume.clamp(min=0).sqrt() / (2 * math.pi) ** 1.5
+    places = pts, points_int, means3D, means3D_int, radii
+    return _expectations("local_aggregate_prob", places, matrices, weights, semantics, (H, W, D))
 
 
 @declared(
@@ -200,108 +203,92 @@ def local_aggregate_prob_sq(
     Returns:
         [N, C], [N] and [N]. As of ``local_aggregate_prob``.
 
-    It is differentiable with respect to all tensors of real numbers but ``pts`` and ``radii``. Within 1e-15 scales of
-    a plane between two axes, the derivative across it is 0.
+    It is differentiable once with respect to all tensors of real numbers but ``pts`` and ``radii``, and deterministic,
+    forward and backward. Within 1e-15 scales of a plane between two axes, the derivative across it is 0.
 
     Raises:
         ValueError: A shape or type does not fit. The message names the argument.
+        NotBuiltError: The library for the device is not built.
 
     Source: Paper "QuadricFormer" (Zuo et al.).
     """
-
-    def weigh(apart: Tensor, u: Tensor, v: Tensor, scales: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        within = (rotation.unflatten(1, (3, 3)) @ -apart[..., None])[..., 0] / scales
-        x, y, z = within.square().clamp(min=1e-30).log().unbind(1)
-        # Sums of powers by their logarithms neither overflow nor vanish, which would make gradients NaN.
-        across = torch.logaddexp(x / u, y / u) * (u / v)
-        density = torch.exp(-0.5 * (across.exp() + (z / v).exp()))
-        return density, density
-
-    superquadrics = means3D, means3D_int, opacities, semantics, radii
-    form = _of_each("local_aggregate_prob_sq", means3D, u=u, v=v)
-    pairs = _near_pairs(
-        "local_aggregate_prob_sq",
-        pts,
-        points_int,
-        superquadrics,
-        (*form, scales3D, rot3D),
-        (H, W, D),
-    )
-    return _expectations(pairs, weigh, semantics)
+    op, dtype = "local_aggregate_prob_sq", computation_dtype(semantics)
+    weights, u, v = _of_each(op, means3D, dtype, opacities=opacities, u=u, v=v)
+    axes = rot3D.to(dtype).unflatten(1, (3, 3)) / scales3D.to(dtype)[..., None]
+    form = torch.cat([axes.flatten(1), u[:, None], v[:, None]], 1)
+    places = pts, points_int, means3D, means3D_int, radii
+    return _expectations(op, places, form, weights, semantics, (H, W, D))
 
 
-_Pairs = Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
+_GROUP = 32  # the boxes of a group, as in csrc/local_aggregate.h
+_Places = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # pts, points_int, means3D, means3D_int and radii
 
 
-def _normal(apart: Tensor, cov3D: Tensor) -> Tensor:
-    """Return ``exp(-0.5 * d' P d)`` of differences d [K, 3] and the six entries [K, 6] of P."""
-    x, y, z = apart.unbind(1)
+def _matrices(cov3D: Tensor) -> Tensor:  # [G, 6] -> [G, 9]
     xx, yy, zz, xy, yz, xz = cov3D.unbind(1)
-    return torch.exp(-0.5 * (xx * x * x + yy * y * y + zz * z * z) - xy * x * y - yz * y * z - xz * x * z)
+    return torch.stack([xx, xy, xz, xy, yy, yz, xz, yz, zz], 1)
 
 
-def _expectations(
-    pairs: _Pairs, weigh: Callable[..., tuple[Tensor, Tensor]], semantics: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of ``local_aggregate_prob``. ``weigh`` gives densities, and weights without the opacity."""
-    C, parts = semantics.shape[1], []
-    for rows, point, apart, opacity, values, form in pairs:
-        density, weight = weigh(apart, *form)
-        weight = opacity * weight
-        total = _sum_by_point(point, rows, weight)
-        summed = _sum_by_point(point, rows, weight[:, None] * values)
-        unknown = values.new_full((C,), 1 / max(C - 1, 1))
-        unknown[-1:] = 0  # the class of free space
-        is_seen = (total > 1e-9)[:, None]
-        expected = torch.where(is_seen, summed / torch.where(is_seen, total[:, None], 1), unknown)
-        # A product by point has no forward derivative in torch, but a sum of logarithms has.
-        log_free = _sum_by_point(point, rows, (1 - density).clamp(min=1e-30).log())
-        occupied = -torch.expm1(log_free)
-        parts.append((expected, occupied, _sum_by_point(point, rows, density)))
-    expected, occupied, density = (torch.cat(part).to(semantics.dtype) for part in zip(*parts, strict=True))
-    return expected, occupied, density
-
-
-def _sum_by_point(point: Tensor, rows: slice, values: Tensor) -> Tensor:
-    return values.new_zeros(rows.stop - rows.start, *values.shape[1:]).index_add(0, point, values)
-
-
-def _of_each(op: str, means3D: Tensor, **numbers: Tensor) -> list[Tensor]:
+def _of_each(op: str, means3D: Tensor, dtype: torch.dtype, **numbers: Tensor) -> list[Tensor]:
     """Return the numbers [G] of each Gaussian, which may be [G, 1]."""
-    G = len(means3D)
+    G = means3D.shape[0]
     for name, given in numbers.items():
         if given.numel() != G:
             raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
-    return [given.flatten() for given in numbers.values()]
+    return [given.flatten().to(dtype) for given in numbers.values()]
 
 
-def _near_pairs(
-    op: str,
-    pts: Tensor,
-    points_int: Tensor,
-    gaussians: tuple[Tensor, ...],
-    form: tuple[Tensor, ...],
-    shape: tuple[int, int, int],
-) -> _Pairs:
-    """Yield ranges of points and, of each pair, the point, the mean less it, and the Gaussian's other numbers: the
-    opacity, the semantics, and those of its form."""
-    means3D, means3D_int, opacities, semantics, radii = gaussians
-    G, N = len(means3D), len(pts)
-    of_each = _of_each(op, means3D, opacities=opacities)
+def _expectations(
+    op: str, places: _Places, form: Tensor, weights: Tensor, semantics: Tensor, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of ``local_aggregate_prob``."""
+    C, pad = semantics.shape[1], torch.nn.functional.pad
+    # The sums of weighted semantics, of weights, of densities, and of the logarithms of what densities leave free.
+    values = pad(weights[:, None] * pad(semantics.to(weights.dtype), (0, 1), value=1.0), (0, 1), value=1.0)
+    summed, total, density, log_free = _sums(op, places, form, values, shape).split((C, 1, 1, 1), 1)
+    unknown = torch.full_like(summed, 1 / max(C - 1, 1))
+    unknown[:, -1:] = 0  # the class of free space
+    is_seen = total > 1e-9
+    expected = torch.where(is_seen, summed / torch.where(is_seen, total, 1), unknown)
+    results = expected, -torch.expm1(log_free[:, 0]), density[:, 0]
+    expected, occupied, density = (result.to(semantics.dtype) for result in results)
+    return expected, occupied, density
+
+
+def _sums(
+    op: str, places: _Places, form: Tensor, values: Tensor, shape: tuple[int, int, int]
+) -> Tensor:  # [N, C + 1]
+    """Return the sums of the kernels. form: [G, 9] of Gaussians, or [G, 11] of superquadrics. values: [G, C]."""
+    pts, points_int, means3D, means3D_int, radii = places
+    G = means3D.shape[0]
     if radii.shape not in ((G,), (G, 3)):
         raise ValueError(f"{op}: radii must be [{G}], got {list(radii.shape)}")
-    reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
-    dtype = computation_dtype(semantics)
-    is_inside = ((points_int >= 0) & (points_int < points_int.new_tensor(shape))).all(1)
-    # The gradient of a Gaussian is a sum over points, which needs float32.
-    centers, opacity, values, *numbers = (
-        tensor.to(dtype) for tensor in (means3D, *of_each, semantics, *form)
-    )
-    for rows in row_ranges(N, G):
-        is_near = is_inside[rows, None].expand(-1, G)
-        for voxel, mean, most in zip(points_int[rows].T, means3D_int.T, reach.T, strict=True):
-            is_near = is_near & ((voxel[:, None] - mean).abs() <= most)
-        point, gaussian = is_near.nonzero(as_tuple=True)
-        apart = centers[gaussian] - pts[rows].to(dtype)[point]
-        form_of_pair = [tensor[gaussian] for tensor in numbers]
-        yield rows, point, apart, opacity[gaussian], values[gaussian], form_of_pair
+    voxels, cells, reach = (constant(tensor, values) for tensor in (points_int, means3D_int, radii))
+    reach = reach if reach.dim() == 2 else reach[:, None]
+    # Boxes of Gaussians end where the grid does, so that points outside it are in none.
+    ends = [end.clamp(min=1 - size) for end, size in zip((-cells - reach).unbind(1), shape, strict=True)]
+    starts = (cells - reach).clamp(min=0)
+    order, boxes = _in_groups(torch.cat([starts, torch.stack(ends, 1)], 1))
+    point_order, point_boxes = _in_groups(torch.cat([voxels, -voxels], 1))
+    gaussians = torch.cat([means3D.to(values.dtype), form, values], 1).index_select(0, order)
+    points = constant(pts, values).index_select(0, point_order)
+    sums = _local_aggregate(points, gaussians, point_boxes, boxes, form.shape[1] > 9)
+    return torch.empty_like(sums).index_copy(0, point_order, sums)
+
+
+def _in_groups(boxes: Tensor) -> tuple[Tensor, Tensor]:  # [M, 6] -> [M], [M / 32 + 1, 33, 6]
+    """Return an order that brings neighbours together, and the boxes in groups, each behind the box around it."""
+    boxes = boxes.nan_to_num(math.inf, math.inf, -math.inf)
+    order = space_order(boxes[:, :3])
+    padding = (0, 0, 0, _GROUP - boxes.shape[0] % _GROUP)
+    groups = torch.nn.functional.pad(boxes.index_select(0, order), padding, value=math.inf)
+    groups = groups.view(-1, _GROUP, 6)
+    return order, torch.cat([groups.amin(1, keepdim=True), groups], 1)
+
+
+_local_aggregate = _registration.differentiable(
+    "local_aggregate",
+    lambda given: given.points.new_empty(
+        given.points.shape[0], given.gaussians.shape[1] - (13 if given.superquadrics else 11)
+    ),
+)
