@@ -4,7 +4,6 @@ A class that a registry of visdet registers checks the arguments of its construc
 :func:`checked` lets a function do so. An annotation such as ``Positive`` or ``list[Share]`` has the range of a number.
 """
 
-import builtins
 import functools
 import inspect
 import math
@@ -207,18 +206,20 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     return found
 
 
-class _Names(dict):
-    """The names that an annotation may use. One that exists for type checkers alone stands for any type."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, Any)
-
-
 @functools.cache
 def _signature(function: Callable) -> inspect.Signature:
     """Return the signature of a function with the annotations themselves in place of their texts."""
-    names = _Names(getattr(inspect.unwrap(function), "__globals__", {}))
-    return inspect.signature(function, locals=names, eval_str=True)
+    signature = inspect.signature(function)
+    names = getattr(function, "__globals__", {})
+    parameters = []
+    for parameter in signature.parameters.values():
+        if isinstance(parameter.annotation, str):
+            try:
+                parameter = parameter.replace(annotation=eval(parameter.annotation, names))
+            except NameError:  # It exists for type checkers alone.
+                parameter = parameter.replace(annotation=Any)
+        parameters.append(parameter)
+    return signature.replace(parameters=parameters)
 
 
 def _converted(value: Any, hint: Any) -> Any:
