@@ -1,7 +1,7 @@
 """Anchors of driving models, which k-means finds in the training frames of an info file."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,11 +135,8 @@ def motion_anchors(
         for row in np.flatnonzero(usable):
             name = str(names[row])
             if name in paths:
-                paths[name].append(local[row].reshape(-1))
-    centers = [
-        cluster(np.array(found).reshape(-1, 2 * num_steps), num_modes, seed) for found in paths.values()
-    ]
-    return np.stack(centers).reshape(len(classes), num_modes, num_steps, 2)
+                paths[name].append(local[row])
+    return _clustered(paths.values(), num_modes, num_steps, seed)
 
 
 def planning_anchors(infos: Sequence[dict], num_modes: int, seed: int = 0) -> np.ndarray:
@@ -156,9 +153,14 @@ def planning_anchors(infos: Sequence[dict], num_modes: int, seed: int = 0) -> np
         future, masks, command = (_value(info, f"gt_ego_fut_{key}") for key in ("trajs", "masks", "cmd"))
         num_steps = len(future)
         if masks.sum() == num_steps:
-            paths[int(np.argmax(command))].append(future.cumsum(axis=0).reshape(-1))
-    centers = [cluster(np.array(found).reshape(-1, 2 * num_steps), num_modes, seed) for found in paths]
-    return np.stack(centers).reshape(3, num_modes, num_steps, 2)
+            paths[int(np.argmax(command))].append(future.cumsum(axis=0))
+    return _clustered(paths, num_modes, num_steps, seed)
+
+
+def _clustered(paths: Iterable[list[np.ndarray]], num_modes: int, num_steps: int, seed: int) -> np.ndarray:
+    """Return the clustered paths [groups, num_modes, T, 2] of groups of paths [T, 2]."""
+    flat = (np.array(found).reshape(-1, 2 * num_steps) for found in paths)
+    return np.stack([cluster(found, num_modes, seed).reshape(-1, num_steps, 2) for found in flat])
 
 
 def _values(infos: Sequence[dict], key: str) -> list:

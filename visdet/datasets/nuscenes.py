@@ -183,15 +183,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         record = {
             "token": info["token"],
             "scene_token": info["scene_token"],
-            "sample_idx": index,
             "timestamp": info["timestamp"] / 1e6,
             "pts_filename": self._resolve(info["lidar_path"]) if "lidar_path" in info else None,
-            "sweeps": info.get("sweeps", []),
-            "map_location": info.get("map_location"),
-            "lidar2ego_translation": info["lidar2ego_translation"],
-            "lidar2ego_rotation": info["lidar2ego_rotation"],
             "ego2global_translation": info["ego2global_translation"],
-            "ego2global_rotation": info["ego2global_rotation"],
             "lidar2global": lidar_to_global(info),
         }
         if "ego_status" in info:
@@ -225,22 +219,19 @@ class NuScenes3DDetTrackDataset(Dataset):
                 f"frame {info['token']} of {self.ann_file} must have its cameras in the order of other frames, "
                 f"{', '.join(self._camera_names)}, got {', '.join(info['cams'])}"
             )
-        names, projections, to_cameras, intrinsics = [], [], [], []
+        names, projections, intrinsics = [], [], []
         for values in info["cams"].values():
             to_lidar = pose_matrix(values["sensor2lidar_translation"], values["sensor2lidar_rotation"])
             intrinsic = np.eye(4)
             given = values["cam_intrinsic"]
             intrinsic[: given.shape[0], : given.shape[1]] = given
-            from_lidar = np.linalg.inv(to_lidar)
             names.append(self._resolve(values["data_path"]))
-            projections.append(intrinsic @ from_lidar)
-            to_cameras.append(from_lidar)
+            projections.append(intrinsic @ np.linalg.inv(to_lidar))
             intrinsics.append(given[:3, :3].copy())
         return {
             "cam_names": tuple(info["cams"]),
             "img_filename": names,
             "lidar2img": projections,
-            "lidar2cam": to_cameras,
             "cam_intrinsic": intrinsics,
         }
 

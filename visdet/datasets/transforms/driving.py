@@ -39,7 +39,7 @@ class BBoxRotation(BaseTransform):
     """Rotates a frame about the z axis of the lidar frame by ``aug_config['rotate_3d']`` radians.
 
     Boxes, velocities, futures of agents and of the vehicle, future boxes, map lines and points are rotated, and
-    ``lidar2img``, ``lidar2cam`` and ``lidar2global`` are changed to match. The images stay as they are.
+    ``lidar2img`` and ``lidar2global`` are changed to match. The images stay as they are.
 
     Source: the name is Sparse4D's. Difference: in Sparse4D only boxes and matrices are rotated, so that they no longer
     agree with the map and the futures.
@@ -52,9 +52,8 @@ class BBoxRotation(BaseTransform):
         turn = np.eye(4)
         turn[:2, :2] = turn_about_z(angle)
         back, turn_xy = inverse_pose(turn), turn[:2, :2]
-        for key in ("lidar2img", "lidar2cam"):
-            if key in results:
-                results[key] = [matrix @ back for matrix in results[key]]
+        if "lidar2img" in results:
+            results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
         if "lidar2global" in results:
             results["lidar2global"] = results["lidar2global"] @ back
         for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):
