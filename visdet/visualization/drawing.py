@@ -131,25 +131,22 @@ def contact_sheet(
     images = list(chain.from_iterable(rows))
     if not images:
         raise ValueError("contact_sheet: rows must hold at least one image")
-    cell_h = max(image.shape[0] for image in images)
-    cell_w = max(image.shape[1] for image in images)
-    num_columns = max(len(row) for row in rows)
-    shown, file = legible(*(captions or ()))
-    font = _font(file, max(13, round(cell_h / 30)))
-    top = sum(font.getmetrics()) + gap if captions else 0
-    width = num_columns * (cell_w + gap) + gap
+    cell_h, cell_w = np.max([image.shape[:2] for image in images], axis=0).tolist()
+    size = max(13, round(cell_h / 30))
+    top = 2 * size + gap if captions else 0
+    width = max(map(len, rows)) * (cell_w + gap) + gap
     height = top + len(rows) * (cell_h + gap) + gap
-    sheet = Image.new("RGB", (width, height), _BACKGROUND)
-    draw = ImageDraw.Draw(sheet)
-    for column, caption in enumerate(shown):
-        center = gap + column * (cell_w + gap) + cell_w / 2
-        draw.text((center, gap + top / 2 - gap / 2), caption, fill=_CAPTION_COLOUR, font=font, anchor="mm")
+    sheet = np.full((height, width, 3), _BACKGROUND, np.uint8)
+    for column, caption in enumerate(captions or ()):
+        left = gap + column * (cell_w + gap) + (cell_w - text_width(caption, size)) // 2
+        write_text(sheet, caption, (left, gap + round(1.5 * size)), size, _CAPTION_COLOUR)
     for r, row in enumerate(rows):
         for c, image in enumerate(row):
-            left = gap + c * (cell_w + gap) + (cell_w - image.shape[1]) // 2
-            upper = top + gap + r * (cell_h + gap) + (cell_h - image.shape[0]) // 2
-            sheet.paste(Image.fromarray(image), (left, upper))
-    return np.asarray(sheet)
+            h, w = image.shape[:2]
+            left = gap + c * (cell_w + gap) + (cell_w - w) // 2
+            upper = top + gap + r * (cell_h + gap) + (cell_h - h) // 2
+            sheet[upper : upper + h, left : left + w] = image
+    return sheet
 
 
 def write_text(
