@@ -58,7 +58,6 @@ def overlap(results):
         ("Resize", dict(scale=(300, 150))),
         ("Resize", dict(scale=(90, 200), keep_ratio=True)),
         ("RandomCrop", dict(crop_size=(90, 90))),
-        ("Pad", dict(size_divisor=64)),
         ("RandomHorizontalFlip", dict(p=1.0)),
         ("RandomVerticalFlip", dict(p=1.0)),
         ("RandomRotation", dict(degrees=90, interpolation=2)),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         VectorizeMap,
     )
     from .formatting import PackDetInputs
-    from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
+    from .geometric import RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
     from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
     from .multi_view import (
         LoadMultiViewImageFromFiles,
@@ -46,7 +46,6 @@ else:
             "NuScenesSparse4DAdaptor": "driving",
             "PackDetInputs": "formatting",
             "PackDrivingInputs": "driving",
-            "Pad": "geometric",
             "PhotoMetricDistortion": "photometric",
             "PhotoMetricDistortionMultiViewImage": "photometric",
             "RandomChoice": "wrappers",
