@@ -107,9 +107,11 @@ def test_the_check_names_what_is_wrong_in_a_file(recording, monkeypatch, capsys)
         and "is 128 x 96 pixels, but other images are 256 x 96" in message
     )
     picture.write_bytes(b"no image")
-    assert "1-2-left.png cannot be read" in fail_here(monkeypatch, capsys, "prepare-nuscenes", *arguments)
+    assert "cannot read image data/mine/pictures/train/1-2-left.png" in fail_here(
+        monkeypatch, capsys, "prepare-nuscenes", *arguments
+    )
     picture.unlink()
-    assert "data_path of left: data/mine/pictures/train/1-2-left.png does not exist" in fail_here(
+    assert "data_path of left: image data/mine/pictures/train/1-2-left.png does not exist" in fail_here(
         monkeypatch, capsys, "prepare-nuscenes", *arguments
     )
 

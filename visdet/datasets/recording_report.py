@@ -57,18 +57,13 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
                 parts = cut_to_region(line, label == 0) if len(line) > 1 else []
                 lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
-            where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
-            try:
-                with open_image(name) as image:  # Its pixels are not decoded.
-                    _, (width, height) = sizes_of(image)
-            except MissingFileError as error:
-                raise MissingFileError(f"{where} does not exist") from error
-            except InvalidInputError as error:
-                raise InvalidInputError(f"{where} cannot be read: {error.__cause__ or error}") from error
+            where = f"frame {info['token']} of {path}, data_path of {camera}: "
+            with open_image(name, where=where) as image:  # Its pixels are not decoded.
+                _, (width, height) = sizes_of(image)
             size = size or (width, height)
             if (width, height) != size:
                 raise InvalidInputError(
-                    f"{where} is {width} x {height} pixels, but other images are {size[0]} x {size[1]}"
+                    f"{where}{name} is {width} x {height} pixels, but other images are {size[0]} x {size[1]}"
                 )
         if record["pts_filename"] is not None and not Path(record["pts_filename"]).exists():
             raise MissingFileError(

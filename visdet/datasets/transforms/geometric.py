@@ -98,21 +98,19 @@ class RandomChoiceResize(DrawnTransform):
 
     Args:
         scales: a list of (width, height) or of numbers, a tuple of (width, height), or a single one.
-        resize_type: the registered transform that resizes.
-        **resize_kwargs: its other keywords, such as ``keep_ratio``.
+        **resize_kwargs: other keywords of Resize, such as ``keep_ratio``.
 
     Source: mmcv's RandomChoiceResize.
     """
 
-    def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs: Any) -> None:
+    @also_takes(resize_type="Resize")
+    def __init__(self, scales: Sequence | int, **resize_kwargs: Any) -> None:
         are_several = isinstance(scales, list) or (
             isinstance(scales, tuple) and all(isinstance(scale, (list, tuple)) for scale in scales)
         )
         given: Any = scales
         self.scales = list(given) if are_several else [given]
-        self._resizes = [
-            TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
-        ]
+        self._resizes = [Resize(scale, **resize_kwargs) for scale in self.scales]
 
     def _drawn(self, rng: Random | None) -> BaseTransform:
         return self._resizes[uniform_int(0, len(self._resizes) - 1, rng=rng)]
@@ -126,17 +124,16 @@ class RandomResize(DrawnTransform):
         scale: two (width, height) pairs, between which the width and the height are drawn as integers, or one pair that
             is multiplied by a ratio.
         ratio_range: the lowest and the highest ratio. One ratio is drawn for width and height.
-        resize_type: the registered transform that resizes.
-        **resize_kwargs: its other keywords, such as ``keep_ratio``.
+        **resize_kwargs: other keywords of Resize, such as ``keep_ratio``.
 
     Source: mmcv's RandomResize.
     """
 
+    @also_takes(resize_type="Resize")
     def __init__(
         self,
         scale: Sequence,
         ratio_range: tuple[Above0, Above0] | None = None,
-        resize_type: str = "Resize",
         **resize_kwargs: Any,
     ) -> None:
         is_one_pair = all(isinstance(side, (int, float)) for side in scale)
@@ -149,11 +146,12 @@ class RandomResize(DrawnTransform):
         checked_value("RandomResize: scale", pairs, Sequence[tuple[Above0, Above0]])
         self.scale = scale
         self.ratio_range = ratio_range
-        self._resize_cfg = dict(type=resize_type, **resize_kwargs)
+        self._resize_kwargs = resize_kwargs
         self._build(scale if is_one_pair else scale[0])  # Wrong keywords fail here, before the first image.
 
     def _build(self, scale: Sequence[int]) -> BaseTransform:
-        return TRANSFORMS.build(dict(scale=tuple(scale), **self._resize_cfg))
+        pair: Any = tuple(scale)
+        return Resize(pair, **self._resize_kwargs)
 
     def _drawn(self, rng: Random | None) -> BaseTransform:
         if self.ratio_range is not None:
