@@ -152,13 +152,11 @@ def _walk(
     path = points.double() - origin
     # torch.sqrt of the CPU may be off by a bit, which decides between borders that are equally near.
     length = torch.linalg.vector_norm(path.movedim(-1, 0).contiguous(), dim=0)
-    along = path / length[..., None]
+    along = path / length[..., None] + 0.0  # A negative zero would lead to a border at -inf.
     voxel = origin.nan_to_num(0.0).clamp(-1e9, 1e9).long()
-    is_near = (voxel > -_MAX_VOXELS) & (voxel < max(D, H, W) + _MAX_VOXELS)  # Others do not reach the grid.
-    is_walking, step = is_walking & is_near.all(-1), torch.where(along >= 0, 1, -1)
-    never = torch.finfo(torch.float64).max
-    border = torch.where(along != 0, (voxel + (along >= 0) - origin) / along, never)
-    pace = torch.where(along != 0, step / along, never)
+    step = torch.where(along >= 0, 1, -1)
+    never = torch.finfo(torch.float64).max  # along an axis that the ray does not follow
+    border, pace = ((voxel + (along >= 0) - origin) / along).clamp(max=never), step / along
     start, steps = torch.zeros_like(length), []
     for _ in range(_MAX_VOXELS):
         x, y, z = voxel.unbind(-1)
