@@ -7,6 +7,7 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops.mmcv import sparse_conv, voxels
+from visdet.ops.mmcv.points_in_boxes import first_of_groups
 
 from . import _mmcv_functions as own
 from ._served import FirstRows, Result, computes, serves
@@ -31,9 +32,8 @@ def dynamic_point_to_voxel_backward(
         return zeros.index_copy(
             0, inside, grad / reduce_count[voxel, None] if reduce_type == "mean" else grad
         )
-    candidate = torch.where(feats[inside] == reduced_feats[voxel], inside[:, None], len(feats))
-    first = candidate.new_full(reduced_feats.shape, len(feats))
-    first = first.scatter_reduce(0, voxel[:, None].expand_as(candidate), candidate, "amin")
+    is_largest = feats[inside] == reduced_feats[voxel]
+    first = first_of_groups(is_largest, voxel, inside, len(reduced_feats), len(feats))
     padded = torch.nn.functional.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
     return padded[: len(feats)]
 

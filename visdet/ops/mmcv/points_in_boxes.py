@@ -12,6 +12,7 @@ from .voxels import keys_of_rows
 
 __all__ = [
     "collect_points",
+    "first_of_groups",
     "places_of",
     "points_in_boxes_all",
     "points_in_boxes_part",
@@ -161,6 +162,19 @@ def places_of(argmax: Tensor) -> Tensor:  # [..., C] -> [1, ..., 1]
     return torch.arange(C, device=argmax.device).add(argmax, alpha=C).view(1, -1, 1)
 
 
+def first_of_groups(
+    marks: Tensor,  # [N, C]
+    group: Tensor,  # [N]
+    number: Tensor,  # [N]
+    groups: int,
+    none: int,
+) -> Tensor:  # [groups, C]
+    """Return the least number of the marked rows of each group and column, or ``none`` where no row is marked."""
+    marked = torch.where(marks, number[:, None], none)
+    least = marked.new_full((groups, marks.shape[1]), none)
+    return least.scatter_reduce(0, group[:, None].expand_as(marked), marked, "amin")
+
+
 def pool_collected(
     collected: Tensor,  # [M, X, Y, Z, K] of collect_points
     pts_feature: Tensor,  # [N, C]
@@ -170,23 +184,18 @@ def pool_collected(
     voxel, point = pairs_of(collected)
     voxels, C = collected[..., 0].numel(), pts_feature.shape[1]
     features = pts_feature.to(computation_dtype(pts_feature))
-    argmax = point.new_full((voxels, C), -1)
     if mode == "avg":
         pooled = features.new_zeros(voxels, C).index_add(0, voxel, features[point])
         pooled = pooled / collected.flatten(0, 3)[:, :1].clamp(min=1)
+        argmax = point.new_full((voxels, C), -1)
     else:
-        if len(point):
-            values = features.detach()[point]
-            index = voxel[:, None].expand_as(values)
-            known = torch.where(values.isnan(), -torch.inf, values)
-            largest = torch.full_like(argmax, -torch.inf, dtype=values.dtype).scatter_reduce(
-                0, index, known, "amax"
-            )
-            is_largest = (known == largest[voxel]) & (known > -torch.inf)
-            row = torch.arange(len(point), device=point.device)[:, None]
-            first = torch.full_like(argmax, len(point))
-            first = first.scatter_reduce(0, index, torch.where(is_largest, row, len(point)), "amin")
-            argmax = torch.where(first < len(point), point[first.clamp(max=len(point) - 1)], -1)
+        values, none = features.detach()[point], len(features)
+        known = torch.where(values.isnan(), -torch.inf, values)
+        largest = values.new_full((voxels, C), -torch.inf)
+        largest = largest.scatter_reduce(0, voxel[:, None].expand_as(known), known, "amax")
+        is_largest = (known == largest[voxel]) & (known > -torch.inf)
+        first = first_of_groups(is_largest, voxel, point, voxels, none)
+        argmax = torch.where(first < none, first, -1)
         pooled = gathered(features.reshape(1, 1, -1), places_of(argmax), zeros_outside=True)
     shape = (*collected.shape[:4], C)
     return pooled.to(pts_feature.dtype).view(shape), argmax.int().view(shape)
