@@ -1,5 +1,9 @@
 """Registers the modules of ``visdet.ops`` in MODELS under the names that configs use."""
 
+import inspect
+
+from torch import nn
+
 from visdet import ops
 from visdet.registry import MODELS
 
@@ -15,32 +19,11 @@ _BARE_NAMES = {
     "SAC": ops.SAConv2d,
     "ConvAWS": ops.ConvAWS2d,
 }
-# mmdet takes these from mmcv.ops by attribute. In this package they are looked up in the registry like any module.
-_MODULES = (
-    ops.CARAFE,
-    ops.CARAFENaive,
-    ops.CARAFEPack,
-    ops.CornerPool,
-    ops.DeformConv2d,
-    ops.DeformConv2dPack,
-    ops.DeformRoIPool,
-    ops.DeformRoIPoolPack,
-    ops.MaskedConv2d,
-    ops.ModulatedDeformConv2d,
-    ops.ModulatedDeformConv2dPack,
-    ops.ModulatedDeformRoIPoolPack,
-    ops.RoIAlign,
-    ops.RiRoIAlignRotated,
-    ops.RoIAlignRotated,
-    ops.RoIPool,
-    ops.SAConv2d,
-    ops.SigmoidFocalLoss,
-    ops.SimpleRoIAlign,
-    ops.SoftmaxFocalLoss,
-)
-
 for _name, _class in _BARE_NAMES.items():
     MODELS.register_module(_name, module=_class)
     register_in_root(_class, _name)
-for _class in _MODULES:
-    MODELS.register_module(_class.__name__, module=_class)
+# mmdet takes modules from mmcv.ops by attribute. In this package they are looked up in the registry like any module.
+for _name in ops.__all__:
+    _member = getattr(ops, _name)
+    if inspect.isclass(_member) and issubclass(_member, nn.Module):
+        MODELS.register_module(_name, module=_member)

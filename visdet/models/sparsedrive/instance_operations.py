@@ -1,6 +1,7 @@
 """The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,14 +57,15 @@ class InstanceOperations(BaseModule):
         A feed-forward block and the normalisation after it are one step, because one kernel sums and normalises.
         Operations without a layer are left out.
         """
-        steps = [step for step in zip(self.operation_order, self.layers, strict=True) if step[1] is not None]
-        index = 0
-        while index < len(steps):
-            op, layer = steps[index]
-            following = steps[index + 1] if index + 1 < len(steps) else ("", None)
-            joins = op == "ffn" and following[0] == "norm" and isinstance(layer, AsymmetricFFN | FFN)
-            yield op, layer, following[1] if joins else None
-            index += 2 if joins else 1
+        steps: Iterable[Any] = zip(self.operation_order, self.layers, strict=True)
+        steps = [step for step in steps if step[1] is not None]
+        joins = False
+        for (op, layer), (following, norm) in pairwise([*steps, ("", None)]):
+            if joins:  # The step before has applied this normalisation.
+                joins = False
+                continue
+            joins = op == "ffn" and following == "norm" and isinstance(layer, AsymmetricFFN | FFN)
+            yield op, layer, norm if joins else None
 
     def attend(
         self,
