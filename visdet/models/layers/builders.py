@@ -1,26 +1,14 @@
 """Activations and dropout by their configs."""
 
+import inspect
 from typing import Any
 
 from torch import nn
 
 from visdet.registry import MODELS
 
-for _layer in (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.ELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Identity,
-):
-    MODELS.register_module(_layer.__name__, module=_layer)
-
-_HAVE_INPLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU)
+for _name in ["ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "GELU", "SiLU", "Sigmoid", "Tanh", "Identity"]:
+    MODELS.register_module(_name, module=getattr(nn, _name))
 
 
 def build_activation_layer(act_cfg: dict[str, Any], inplace: bool = True) -> nn.Module:
@@ -38,7 +26,7 @@ def build_activation_layer(act_cfg: dict[str, Any], inplace: bool = True) -> nn.
     layer_type = options.pop("type")
     if isinstance(layer_type, str):
         layer_type = MODELS.get(layer_type)
-    if issubclass(layer_type, _HAVE_INPLACE):
+    if "inplace" in inspect.signature(layer_type).parameters:
         options.setdefault("inplace", inplace)
     return layer_type(**options)
 
