@@ -115,7 +115,6 @@ STEPS = [
     dict(type="FilterAnnotations", keep_empty=False),
     dict(type="TorchvisionTransform", transform="ColorJitter", brightness=0.2),
     dict(type="Mosaic", size=(50, 40), pipeline=[Paint(), dict(type="LoadAnnotations")]),
-    dict(type="MixUp", pipeline=[Paint(), dict(type="LoadAnnotations"), MULTI_SCALE[1]]),
     dict(type="RandomChoice", transforms=[[dict(type="RandomFlip", prob=0.5)], MULTI_SCALE], prob=[0.7, 0.3]),
 ]
 

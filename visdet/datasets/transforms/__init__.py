@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ResizeCropFlipImage,
     )
     from .photometric import PhotoMetricDistortion, PhotoMetricDistortionMultiViewImage
-    from .wrappers import MixUp, Mosaic, RandomChoice, TorchvisionTransform
+    from .wrappers import Mosaic, RandomChoice, TorchvisionTransform
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -39,7 +39,6 @@ else:
             "LoadImageFromFile": "loading",
             "LoadMultiViewImageFromFiles": "multi_view",
             "LoadPointsFromFile": "multi_view",
-            "MixUp": "wrappers",
             "Mosaic": "wrappers",
             "MultiScaleDepthMapGenerator": "multi_view",
             "NormalizeMultiviewImage": "multi_view",
