@@ -188,7 +188,6 @@ def test_tests_of_operators_need_torch_alone():
 # The functions of libraries that read pictures, and the files of visdet that may call them.
 READERS = {
     "Image.open": {"files/images.py"},
-    "cv2.imdecode": {"datasets/transforms/multi_view.py"},  # Views are reduced while they are decoded.
     "cv2.VideoCapture": {"engine/inference/given_images.py", "engine/inference/videos.py"},
 }
 

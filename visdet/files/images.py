@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
+from mmengine import fileio
 from mmengine.logging import print_log
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Transpose
 
-from visdet.errors import InvalidInputError, MissingFileError, UserError
+from visdet.errors import InvalidInputError, MissingFileError, UserError, reading
 
 __all__ = [
     "MAX_PIXELS",
@@ -22,9 +23,11 @@ __all__ = [
     "check_no_pipe",
     "extra_frames",
     "open_image",
+    "opened",
     "orientation_of",
     "say_extra_frames",
     "sizes_of",
+    "to_rgb",
     "turned",
     "upper_bytes",
 ]
@@ -125,6 +128,39 @@ def open_image(
         unidentified = isinstance(error, UnidentifiedImageError)
         reason = "it is of no format that Pillow knows" if unidentified else str(error) or repr(error)
         raise InvalidInputError(f"{where}cannot read image {path}{size}: {reason}") from error
+
+
+@contextmanager
+def opened(
+    reader: str, path: str, backend_args: dict | None, max_pixels: int | None = MAX_PIXELS, of: str = ""
+) -> Iterator[Image.Image]:
+    """Yield the image of a file, whose pixels are not decoded yet; see :func:`open_image`.
+
+    Args:
+        reader: the name of the transform, for messages. path: the file. of: more words on it, for messages.
+        backend_args: mmengine's file backend. max_pixels: see :func:`open_image`.
+    """
+    with reading(f"{reader}: image {path}{of}"):
+        check_no_pipe(path, f"{reader}: image {path}{of}")
+        content = fileio.get(path, backend_args=backend_args)
+    with open_image(f"{path}{of}", content, f"{reader}: ", max_pixels) as image:
+        say_extra_frames(reader, path, image)
+        yield image
+
+
+def to_rgb(image: Image.Image, reader: str, path: str) -> np.ndarray:
+    """Return the RGB values of an image of any mode, uint8 [H, W, 3]. The others are as for :func:`opened`."""
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        if image.mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
+            raise ValueError(
+                f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
+            )
+        upper_byte = upper_bytes(values.astype(np.uint16), reader, path)
+        return np.repeat(upper_byte[..., None], 3, axis=2)
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def orientation_of(image: Image.Image) -> int:

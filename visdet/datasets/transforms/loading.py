@@ -1,26 +1,15 @@
 """Transforms that read images and annotations."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import cv2
 import numpy as np
 import torch
-from mmengine import fileio
 from PIL import Image
 
 from visdet.checks.arguments import Positive, also_takes
-from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import (
-    MAX_PIXELS,
-    check_no_pipe,
-    open_image,
-    say_extra_frames,
-    sizes_of,
-    turned,
-    upper_bytes,
-)
+from visdet.errors import InvalidInputError, UserError
+from visdet.files.images import MAX_PIXELS, opened, sizes_of, to_rgb, turned
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
@@ -118,39 +107,6 @@ class LoadImageFromFile(BaseTransform):
         return to_rgb(
             turned(image, self.color_type == "color" and not is_of_stored), "LoadImageFromFile", path
         )
-
-
-@contextmanager
-def opened(
-    reader: str, path: str, backend_args: dict | None, max_pixels: int | None = MAX_PIXELS, of: str = ""
-) -> Iterator[Image.Image]:
-    """Yield the image of a file, whose pixels are not decoded yet; see :func:`visdet.files.images.open_image`.
-
-    Args:
-        reader: the name of the transform, for messages. path: the file. of: more words on it, for messages.
-        backend_args: mmengine's file backend. max_pixels: see :class:`LoadImageFromFile`.
-    """
-    with reading(f"{reader}: image {path}{of}"):
-        check_no_pipe(path, f"{reader}: image {path}{of}")
-        content = fileio.get(path, backend_args=backend_args)
-    with open_image(f"{path}{of}", content, f"{reader}: ", max_pixels) as image:
-        say_extra_frames(reader, path, image)
-        yield image
-
-
-def to_rgb(image: Image.Image, reader: str, path: str) -> np.ndarray:
-    """Return the RGB values of an image of any mode, uint8 [H, W, 3]. The others are as for :func:`opened`."""
-    if image.mode.startswith(("I", "F")):
-        values = np.asarray(image)
-        if image.mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
-            raise ValueError(
-                f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
-            )
-        upper_byte = upper_bytes(values.astype(np.uint16), reader, path)
-        return np.repeat(upper_byte[..., None], 3, axis=2)
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 @TRANSFORMS.register_module()

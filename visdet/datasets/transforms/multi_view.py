@@ -13,12 +13,11 @@ from PIL import Image
 
 from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, reading
-from visdet.files.images import orientation_of, sizes_of, turned
+from visdet.files.images import opened, orientation_of, sizes_of, to_rgb, turned
 from visdet.registry import TRANSFORMS
 from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform
-from .loading import opened, to_rgb
 
 _REDUCTIONS = (
     8,

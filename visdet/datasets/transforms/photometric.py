@@ -11,7 +11,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
-from .tv_results import set_image
 
 
 @TRANSFORMS.register_module()
@@ -55,6 +54,8 @@ class PhotoMetricDistortion(BaseTransform):
         self.hue_delta = hue_delta
 
     def transform(self, results: dict) -> dict:
+        from .tv_results import set_image  # with torchvision, which images of cameras do not need
+
         image = results["img"].as_subclass(torch.Tensor)
         pixels = image.round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
         # In an RGB image the hue changes in the opposite direction. Both directions are equally likely.
