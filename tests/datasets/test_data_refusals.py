@@ -31,6 +31,13 @@ def file(content, name="a.npz"):
     return name
 
 
+def with_pickle(value):
+    """Write an info file whose only frame is a pickle of something else, and return its name."""
+    save_infos("a.npz", [FRAME], {})
+    content = np.frombuffer(pickle.dumps(value), np.uint8)
+    return file({**np.load("a.npz"), "content": content, "ends": np.array([len(content)])})
+
+
 def process(metric, sample, **arguments):
     METRICS.build({"type": metric, **arguments}).process(
         {}, [{"token": "t", "T_global": np.eye(4), **sample}]
@@ -65,6 +72,7 @@ REFUSED = [
     (lambda: load_infos(file(pickle.dumps([1, 2]), "a.pkl")), "must hold a dict of infos"),
     (lambda: load_infos(file(b"nothing", "a.pkl")), "a.pkl cannot be read"),
     (lambda: load_infos(file(pickle.dumps(os.getcwd), "a.pkl")), "it names (posix|nt).getcwd"),
+    (lambda: load_infos(with_pickle(os.getcwd))[0][0], "frame 0 of info file a.npz .* it names (posix|nt)"),
     (lambda: load_infos("none.npz"), "info file none.npz does not exist"),
     (lambda: load_infos(file(b"x", "a.txt")), "must end with .npz or .pkl"),
     (lambda: load_infos(file(TWO)), "is not one of visdet's"),

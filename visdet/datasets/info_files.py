@@ -10,7 +10,8 @@ import io
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +30,15 @@ _FORMAT = "visdet-infos-2"
 FrameKey = tuple[int, str, bool, str]
 
 
+@contextmanager
+def _of_plain_types(what: str) -> Iterator[None]:
+    """Make errors on a pickle in the block messages on what it is of."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise InvalidInputError(f"{what} cannot be read: {error}") from error
+
+
 class InfoTable(Sequence):
     """A sequence of infos that decodes an info when it is read. Every ``table[i]`` is a new dict.
 
@@ -36,11 +46,14 @@ class InfoTable(Sequence):
         content: uint8, the pickles of all infos one after another.
         ends: int64 [n], the position at which the pickle of each info ends.
         frame_keys: the key of each info, so that frames can be sorted without decoding them.
+        file: the info file, for messages.
     """
 
-    def __init__(self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey]) -> None:
+    def __init__(
+        self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey], file: str | Path
+    ) -> None:
         self._content, self._ends = content, ends
-        self.frame_keys = frame_keys
+        self.frame_keys, self._file = frame_keys, file
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -50,7 +63,8 @@ class InfoTable(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
-        return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]].tobytes()))
+        with _of_plain_types(f"frame {index} of info file {self._file}"):
+            return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]].tobytes()))
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
@@ -127,10 +141,8 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
             return _load_npz(path, file)
         if not str(path).endswith((".pkl", ".pickle")):
             raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
-        try:
+        with _of_plain_types(f"info file {path}"):
             loaded = load_numpy_pickle(file)
-        except pickle.UnpicklingError as error:
-            raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
     given = {name: type(value) for name, value in loaded.items()} if isinstance(loaded, dict) else {}
     if given.get("infos") not in (list, tuple) or given.get("metadata") is not dict:
         found = given or loaded
@@ -147,7 +159,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
-            return InfoTable(file["content"], file["ends"], keys), header["metadata"]
+            return InfoTable(file["content"], file["ends"], keys, path), header["metadata"]
     except (KeyError, OSError, *DAMAGED) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
 
