@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from mmengine import fileio
 
@@ -14,7 +15,6 @@ from visdet.errors import InvalidInputError, listed, reading
 
 from .rotated_boxes import boxes_to_polygons
 
-_Point = tuple[float, float]
 _REQUIRED_KEYS = {
     "images": ("id", "file_name"),
     "annotations": ("id", "image_id", "category_id", "bbox"),
@@ -204,20 +204,24 @@ def needed_corners(annotation: Mapping[str, Any], what: str) -> list[float]:
 
 def uncrossed(corners: list[float]) -> list[float]:
     """Return the outline (x1, y1, ..., x4, y4) with its corners in order around it, if two of its sides cross."""
-    a, b, c, d = zip(corners[::2], corners[1::2], strict=True)
+    a, b, c, d = map(complex, corners[::2], corners[1::2])
     if _cross(a, b, c, d):
-        return [*a, *c, *b, *d]
-    return [*a, *b, *d, *c] if _cross(b, c, d, a) else corners
+        points = [a, c, b, d]
+    elif _cross(b, c, d, a):
+        points = [a, b, d, c]
+    else:
+        return corners
+    return np.array(points).view(float).tolist()
 
 
-def _cross(a: _Point, b: _Point, c: _Point, d: _Point) -> bool:
+def _cross(a: complex, b: complex, c: complex, d: complex) -> bool:
     """Return whether the lines from a to b and from c to d cross between their ends."""
     return _side(a, b, c) * _side(a, b, d) < 0 and _side(c, d, a) * _side(c, d, b) < 0
 
 
-def _side(a: _Point, b: _Point, c: _Point) -> float:
+def _side(a: complex, b: complex, c: complex) -> float:
     """Return a number whose sign says on which side of the line from a to b the point c is."""
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+    return ((b - a).conjugate() * (c - a)).imag
 
 
 def _fault_in_image(image: dict) -> str | None:
