@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from visdet.checks.arguments import AtLeast0, Positive, Range, Seed, checked, with_other_names
-from visdet.engine.config.checks import is_iteration_based
+from visdet.engine.config.checks import is_iteration_based, section_of
 from visdet.engine.config.other_names import NAMES_OF_TRAINING
 from visdet.engine.config.packaged import existing_config, packaged_configs
 from visdet.engine.process.console import is_main_process, say
@@ -259,7 +259,7 @@ def _short_options(
     given: dict[str, Any] = {path: value for path, value in paths.items() if value is not None}
     if iters and epochs:
         raise InvalidInputError("give either iters or epochs, not both")
-    by_iterations = is_iteration_based(cfg.get("train_cfg") or {})
+    by_iterations = is_iteration_based(section_of(cfg, "train_cfg"))
     if iters and not by_iterations:
         raise InvalidInputError("iters: the schedule of this config counts epochs; give epochs (--epochs)")
     if epochs and by_iterations:

@@ -91,6 +91,7 @@ def _detect(args: argparse.Namespace) -> None:
         say,
     )
     from visdet.engine.checkpoints.score_thresholds import told_thresholds
+    from visdet.engine.config.checks import section_of
     from visdet.engine.inference.detect_files import check_shares
     from visdet.engine.process.places import check_out_file
 
@@ -117,7 +118,7 @@ def _detect(args: argparse.Namespace) -> None:
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
     pictures = "" if args.json_only else f" and {out_dir}/pictures"
     say(f"wrote {total} detections in {read} to {out_dir}/predictions.json{pictures}")
-    side = (cfg.get("visualizer") or {}).get("min_side", 480)
+    side = section_of(cfg, "visualizer").get("min_side", 480)
     if not args.json_only and (small := sum(max(one["height"], one["width"]) < side for one in found)):
         left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")
     for remark in left_out:

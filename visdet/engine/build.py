@@ -36,10 +36,11 @@ from visdet.registry import (
     MODEL_WRAPPERS,
     PARAM_SCHEDULERS,
     VISUALIZERS,
+    built,
 )
 
 from .config.build_errors import build_model, building
-from .config.checks import given_schedules
+from .config.checks import section_of, several_of
 from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
@@ -123,7 +124,7 @@ def write_config(runner: Any) -> None:
 def build_log_processor(cfg: Config) -> LogProcessor:
     """Return what makes the lines of the log."""
     with building(cfg, "log_processor"):
-        return LOG_PROCESSORS.build({"type": "LogProcessor", **(cfg.get("log_processor") or {})})
+        return LOG_PROCESSORS.build({"type": "LogProcessor", **section_of(cfg, "log_processor")})
 
 
 def build_visualizer(cfg: Config, folder: str) -> Visualizer:
@@ -168,16 +169,16 @@ def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Mod
 
 def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> list[_ParamScheduler]:
     """Return the schedules of a run. A schedule without an end ends with training."""
-    built = []
+    schedules = []
     defaults = {"optimizer": optim_wrapper, "epoch_length": len(loop.dataloader)}
     with building(cfg, "param_scheduler"):
-        for schedule in given_schedules(cfg):
+        for schedule in several_of(cfg, "param_scheduler"):
             if isinstance(schedule, dict):
                 end = loop.max_epochs if schedule.get("by_epoch", True) else loop.max_iters
                 end = max(end, schedule.get("begin", 0) + 1)  # A run may be shortened for a trial.
                 schedule = PARAM_SCHEDULERS.build({"end": end, **schedule}, default_args=defaults)
-            built.append(schedule)
-    return built
+            schedules.append(schedule)
+    return schedules
 
 
 def check_before_data(runner: Any, *stages: str) -> None:
@@ -313,15 +314,12 @@ def build_evaluator(cfg: Config, stage: str) -> Evaluator:
         if isinstance(given, dict) and "metrics" in given:
             return EVALUATOR.build({"type": "Evaluator", **given})
         # visdet's registry compares the arguments with their types, which mmengine's evaluator does not.
-        metrics = given if isinstance(given, list | tuple) else [given]
-        return Evaluator(
-            [METRICS.build(metric) if isinstance(metric, dict) else metric for metric in metrics]
-        )
+        return Evaluator([built(metric, METRICS) for metric in several_of(cfg, section)])
 
 
 def build_hooks(cfg: Config) -> list[Hook]:
     """Return the default hooks of mmengine, of this package and of the config, and then the custom ones."""
-    by_key = {**_DEFAULT_HOOKS, **(cfg.get("default_hooks") or {})}
+    by_key = {**_DEFAULT_HOOKS, **section_of(cfg, "default_hooks")}
     given = [hook for hook in by_key.values() if hook is not None]
     return [build_hook(cfg, hook) for hook in [*given, *(cfg.get("custom_hooks") or ())]]
 
@@ -334,8 +332,8 @@ def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
     name = str(options.get("type")).rsplit(".", 1)[-1]
     with building(cfg, "default_hooks", "custom_hooks"), build_step(name):
         priority = options.pop("priority", None)
-        built = HOOKS.build(options)
+        made = HOOKS.build(options)
         if priority is not None:
             get_priority(priority)
-            built.priority = priority
-        return built
+            made.priority = priority
+        return made

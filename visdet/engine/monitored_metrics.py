@@ -10,7 +10,7 @@ from mmengine.hooks import CheckpointHook, EarlyStoppingHook
 
 from visdet.errors import ConfigError
 
-from .config.checks import given_schedules
+from .config.checks import several_of
 from .errors import nearest_names
 
 
@@ -46,7 +46,7 @@ def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
                     yield "save_best of the checkpoint hook", name
         elif isinstance(hook, EarlyStoppingHook):
             yield "monitor of EarlyStoppingHook", hook.monitor
-    for schedule in given_schedules(runner.cfg):
+    for schedule in several_of(runner.cfg, "param_scheduler"):
         if isinstance(schedule, dict) and "ReduceOnPlateau" in str(schedule.get("type")):
             yield f"param_scheduler: monitor of {schedule['type']}", schedule.get("monitor", "loss")
 

@@ -10,6 +10,7 @@ from visdet.registry import RUNNERS
 
 from .checkpoints.checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
 from .checkpoints.resume import AUTO
+from .config.checks import section_of, several_of
 from .errors import ConfigError
 from .process.places import check_out_file, check_work_dir
 
@@ -25,8 +26,7 @@ def build_runner(cfg: Config) -> Any:
     """
     check_work_dir(cfg.work_dir)
     for stage in ("val_evaluator", "test_evaluator"):
-        metrics = cfg.get(stage)
-        for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
+        for metric in several_of(cfg, stage):
             if isinstance(metric, dict) and (prefix := metric.get("outfile_prefix")):
                 check_work_dir(os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=...")
     resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
@@ -72,7 +72,7 @@ def enable_auto_scale_lr(cfg: Config) -> None:
     Raises:
         ConfigError: the config has no ``auto_scale_lr.base_batch_size``.
     """
-    if not (cfg.get("auto_scale_lr") or {}).get("base_batch_size"):
+    if not section_of(cfg, "auto_scale_lr").get("base_batch_size"):
         raise ConfigError(
             "--auto-scale-lr: the config does not say which total batch size its learning rate is for. Add "
             "auto_scale_lr = dict(base_batch_size=...) to it"
@@ -90,7 +90,7 @@ def write_detections(cfg: Config, out_file: str) -> None:
     if not out_file.endswith(".json"):
         raise ConfigError(f"--out must name a .json file, got {out_file!r}")
     check_out_file(out_file)
-    evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list | tuple) else [cfg.test_evaluator]
+    evaluators = several_of(cfg, "test_evaluator")
     if not out_file.endswith(_COCO_RESULTS):
         cfg.test_evaluator = [*evaluators, {"type": "DumpDetections", "out_file": out_file}]
         return
@@ -104,6 +104,6 @@ def write_detections(cfg: Config, out_file: str) -> None:
 
 def draw_detections(cfg: Config, folder: str) -> None:
     """Make a config draw the predictions of a test beside the ground truth. The pictures go to ``folder``."""
-    hooks = cfg.get("default_hooks") or {}
+    hooks = section_of(cfg, "default_hooks")
     hook = hooks.get("visualization") or {"type": "DetVisualizationHook"}
     cfg.default_hooks = {**hooks, "visualization": {**hook, "test_out_dir": os.path.abspath(folder)}}

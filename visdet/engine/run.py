@@ -9,6 +9,7 @@ from visdet.checks.arguments import checked, with_other_names
 from visdet.errors import InvalidInputError
 
 from .checkpoints.held_config import load_config, names_checkpoint
+from .config.checks import section_of
 from .config.load import check_required_keys
 from .config.other_names import NAMES_OF_TRAINING
 from .process.console import say
@@ -172,7 +173,7 @@ def evaluate(
         )
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
-        cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
+        cfg.test_cfg = {**section_of(cfg, "test_cfg"), "fp16": True}
     pictures = os.fspath(show_dir) if show_dir else ""
     folders = [cfg.work_dir, pictures] if pictures else [cfg.work_dir]
     with no_empty_folders(*folders), cpu_by_default():

@@ -27,6 +27,7 @@ from .checkpoints.checkpoint import register_checkpoint_readers
 from .checkpoints.run_state import is_kept
 from .checkpoints.schedules import recipe_of
 from .config.build_errors import building
+from .config.checks import section_of
 from .config.load import complete_config
 from .config.run_config import RunConfig
 from .data.data_workers import worker_failures_explained
@@ -113,7 +114,7 @@ class DetRunner(RunCheckpoints):
         env_cfg = cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
         self.timestamp = build.enter_environment(env_cfg, self.launcher)
         self.rank, self.world_size = get_dist_info()
-        self._seed_with(dict(cfg.get("randomness") or {}))
+        self._seed_with(dict(section_of(cfg, "randomness")))
         given_name = cfg.get("experiment_name") or Path(cfg.filename or "").stem
         self.experiment_name = f"{given_name}_{self.timestamp}".lstrip("_")
         self.log_dir = self._log_dir = os.path.join(self.work_dir, self.timestamp)

@@ -16,6 +16,7 @@ from torch import nn
 from visdet.checks.heads import check_heads
 from visdet.engine.checkpoints.held_config import load_config
 from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, told_thresholds
+from visdet.engine.config.checks import section_of, several_of
 from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import Detector, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
@@ -69,7 +70,7 @@ def export_config(
     path = os.path.expanduser(checkpoint)
     cfg.load_from, cfg.resume, cfg.launcher, cfg.graph = path, False, "none", False
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
-    augmentation = dataset.get("data_aug_conf") or {}
+    augmentation = section_of(dataset, "data_aug_conf")
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
     by_default = embed is None
     if by_default:
@@ -91,7 +92,7 @@ def export_config(
     with tempfile.TemporaryDirectory() as logs, cpu_by_default():
         cfg.work_dir = logs
         # The report of a test names its files, which are not kept.
-        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
+        cfg.default_hooks = {**section_of(cfg, "default_hooks"), "report": None}
         runner = build_runner(cfg)
         content = runner.load_checkpoint(path)
         classes = runner.class_lists.get("classes")
@@ -137,8 +138,7 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
     dataset["data_root" if folder else "ann_file"] = (
         os.path.join(data, "") if folder else os.path.abspath(data)
     )
-    metrics = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
-    for metric in metrics:
+    for metric in several_of(cfg, "test_evaluator"):
         if "ann_file" in metric:
             metric.ann_file = os.path.join(data, dataset.ann_file) if folder else os.path.abspath(data)
     cfg.test_dataloader.pop("batch_sampler", None)  # An exported model sees the padding of planned batches.

@@ -13,6 +13,7 @@ from mmengine.config import Config
 
 from visdet.errors import listed
 
+from ..config.checks import section_of
 from ..config.foreign_scope import adopt_mmdet_scope
 from ..config.load import given_dataset
 from ..config.load import load_config as load_written_config
@@ -190,7 +191,7 @@ class _Literals(ast.NodeTransformer):
 
 def _code_in(values: dict[str, Any]) -> list[str]:
     """Return the modules that a config would import, by ``custom_imports`` or as the name of a class."""
-    imports = (values.get("custom_imports") or {}).get("imports") or []
+    imports = section_of(values, "custom_imports").get("imports") or []
     code = [f"custom_imports {name}" for name in ([imports] if isinstance(imports, str) else imports)]
     for place, name in leaves(values):
         key = place.rpartition(".")[2]

@@ -29,6 +29,7 @@ from torch.utils.data import BatchSampler
 
 from visdet.errors import listed
 
+from ..config.checks import section_of
 from ..errors import CheckpointError
 from ..optim.wrappers import unwrapped
 from ..process.random_state import current_random_state, preserved_random_state, set_random_state
@@ -230,7 +231,7 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
     _restore_gradients(runner, path, meta)
     for name, hook in hooks_with_memory(runner.hooks).items():
         with _restoring(path, f"hooks[{name!r}]"):
-            if name in (content.get("hooks") or {}):
+            if name in section_of(content, "hooks"):
                 _remember(hook, content["hooks"][name])
     if lacking := _lacking(runner, content):
         warn(
@@ -253,7 +254,7 @@ def _lacking(runner: Any, content: dict[str, Any]) -> list[str]:
         lacking.append("meta['temporal_states']")
     if runner.param_schedulers and not (content.get("param_schedulers") or meta.get("recipe")):
         lacking.append("param_schedulers")
-    known = content.get("hooks") or {}
+    known = section_of(content, "hooks")
     for name, hook in hooks_with_memory(runner.hooks).items():
         if name not in known and memory_of(hook):
             lacking.append(f"hooks[{name!r}]")

@@ -71,6 +71,11 @@ _NUMBERS = {
 }
 
 
+def section_of(cfg: Any, name: str) -> Any:
+    """Return a section of a config or of another dict, or an empty one if it is missing or None."""
+    return cfg.get(name) or {}
+
+
 def check_sections(cfg: Any) -> None:
     """Check the types of the sections of a config.
 
@@ -98,9 +103,9 @@ def check_counting(cfg: Any) -> None:
         or train_cfg.get("type") not in (None, "IterBasedTrainLoop")
     ):
         return
-    checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint") or {"by_epoch": False}
+    checkpoint = section_of(cfg, "default_hooks").get("checkpoint") or {"by_epoch": False}
     parts = [("default_hooks.checkpoint", checkpoint)]
-    for schedule in given_schedules(cfg):
+    for schedule in several_of(cfg, "param_scheduler"):
         # A plateau is looked for after each validation.
         if isinstance(schedule, dict) and "ReduceOnPlateau" not in str(schedule.get("type")):
             parts.append(("param_scheduler", schedule))
@@ -118,7 +123,7 @@ def is_iteration_based(train_cfg: dict) -> bool:
     return "max_iters" in train_cfg or train_cfg.get("by_epoch") is False
 
 
-def given_schedules(cfg: Any) -> Sequence[Any]:
-    """Return what a config says of its schedules, which it gives as one or as a list: configs or objects."""
-    given = cfg.get("param_scheduler") or []
+def several_of(cfg: Any, name: str) -> Sequence[Any]:
+    """Return the configs and objects of a section that has one of them or a list, such as ``param_scheduler``."""
+    given = cfg.get(name) or []
     return given if isinstance(given, list | tuple) else [given]

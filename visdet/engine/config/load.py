@@ -14,7 +14,7 @@ from visdet.errors import InvalidTypeError, add_hint
 from visdet.registry import DATASETS
 
 from ..errors import ConfigError, nearest_names
-from .checks import SECTIONS, check_counting, check_sections, is_iteration_based
+from .checks import SECTIONS, check_counting, check_sections, is_iteration_based, section_of
 from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
 from .other_names import NAMES_OF_TRAINING
@@ -165,8 +165,8 @@ def complete_config(cfg: Config) -> None:
     if not train_cfg:
         return
     by_epoch = not is_iteration_based(train_cfg)
-    hooks = cfg.get("default_hooks") or {}
-    saves_by_epoch = (hooks.get("checkpoint") or {}).get("by_epoch", by_epoch)
+    hooks = section_of(cfg, "default_hooks")
+    saves_by_epoch = section_of(hooks, "checkpoint").get("by_epoch", by_epoch)
     interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
     defaults = {
         "checkpoint": {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval},
@@ -176,7 +176,7 @@ def complete_config(cfg: Config) -> None:
         given = hooks.get(key, {})
         hooks[key] = None if given is None else {**of_hook, **given}
     cfg.default_hooks = hooks
-    cfg.log_processor = {"by_epoch": by_epoch, **(cfg.get("log_processor") or {})}
+    cfg.log_processor = {"by_epoch": by_epoch, **section_of(cfg, "log_processor")}
     check_counting(cfg)
 
 
@@ -202,7 +202,7 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
 
 def given_dataset(cfg: Any, split: str) -> dict:
     """Return what a config says of the data set of a split, which may be nothing."""
-    return (cfg.get(f"{split}_dataloader") or {}).get("dataset") or {}
+    return section_of(section_of(cfg, f"{split}_dataloader"), "dataset")
 
 
 def dataset_config(cfg: Config, split: str) -> dict:

@@ -28,6 +28,7 @@ from ..checkpoints.held_config import load_config, meta_of, names_checkpoint, sa
 from ..checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
+from ..config.checks import section_of
 from ..config.load import complete_config
 from ..config.other_names import NAMES_OF_DETECTING, NAMES_OF_LOADING
 from ..errors import ConfigError
@@ -281,7 +282,7 @@ class Detector:
 
     @functools.cached_property
     def _visualizer(self) -> Any:
-        drawing = self._cfg.get("visualizer") or {}
+        drawing = section_of(self._cfg, "visualizer")
         kind = drawing.get("type")
         if not hasattr(VISUALIZERS.get(kind) if isinstance(kind, str) else kind, "draw_sample"):
             drawing = {"type": "DetLocalVisualizer"}
