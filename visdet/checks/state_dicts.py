@@ -1,11 +1,11 @@
-"""Questions about the weights of a checkpoint."""
+"""Questions about the weights of a model or a checkpoint."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
@@ -15,6 +15,12 @@ def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
         places = (place + 1 for place, letter in enumerate(key) if letter == ".")
         found.update(key[:place] for place in places if key[place:] in expected)
     return found.most_common(1)[0][0]
+
+
+def parameters_of(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers the parameters of a model have, and how many of them are trained."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def is_dense(value: Any) -> bool:

@@ -128,10 +128,10 @@ def load_model(
     from visdet.engine.config.build_errors import build_model
 
     model = build_model(cfg, cfg.model)
-    content = read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint")))
+    content = read_checkpoint(checkpoint, trust=cfg.get("trust_checkpoint", False))
     weights = own_names(weights_of(content, checkpoint), model)
     weights = matched_by_name(model, weights, lists_of_checkpoint(content), class_lists(metainfo), checkpoint)
-    load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
+    load_weights(model, weights, checkpoint, allow_nonfinite=cfg.get("allow_nonfinite_weights", False))
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), measured_thresholds(content)
 
 

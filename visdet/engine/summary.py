@@ -13,6 +13,7 @@ from mmengine.registry import init_default_scope
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from visdet.checks.state_dicts import parameters_of
 from visdet.errors import ConfigError, MissingFileError
 from visdet.registry import DATASETS
 
@@ -164,8 +165,7 @@ def _rows(model: nn.Module, counts: dict[str, int]) -> list[str]:
     parts = {name: part for name, part in model.named_children() if list(part.parameters())}
     rows = [("part", "parameters", "trained", "FLOPs")]
     for name, part in [*parts.items(), ("all", model)]:
-        total = sum(p.numel() for p in part.parameters())
-        trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
+        total, trained = parameters_of(part)
         flops = _flops_of("Global" if part is model else f"{root}.{name}", counts)
         rows.append((name, f"{total:,}", f"{trained:,}", f"{flops / 1e9:.3f} G" if counts else "-"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

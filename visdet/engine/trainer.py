@@ -108,8 +108,8 @@ class DetRunner(RunCheckpoints):
         self.distributed = self.launcher != "none"
         self.load_from: str | None = cfg.get("load_from")
         self.resumed_from: str | None = None
-        self.trusts_checkpoints = bool(cfg.get("trust_checkpoint", False))
-        self.allows_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
+        self.trusts_checkpoints = cfg.get("trust_checkpoint", False)
+        self.allows_nonfinite = cfg.get("allow_nonfinite_weights", False)
         register_checkpoint_readers(self.trusts_checkpoints, self.allows_nonfinite)
         env_cfg = cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
         self.timestamp = build.enter_environment(env_cfg, self.launcher)

@@ -10,6 +10,7 @@ from mmengine.dist import get_world_size
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
 
 import visdet
+from visdet.checks.state_dicts import parameters_of
 from visdet.registry import HOOKS
 from visdet.structures.tables import table_text
 
@@ -34,10 +35,9 @@ class RunReportHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
         model = unwrapped(runner.model)
-        total = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        total, trained = parameters_of(model)
         loader, processes = runner.train_dataloader, get_world_size()
-        batch = loader.batch_size or getattr(loader.batch_sampler, "batch_size", "?")
+        batch = getattr(loader.batch_sampler, "batch_size", "?")
         length = f"{runner.max_epochs} epochs, " if runner.train_loop.by_epoch else ""
         rows = {
             "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",

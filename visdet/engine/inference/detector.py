@@ -95,7 +95,7 @@ class Detector:
                 "only a data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or "
                 "visdet.evaluate, to write and draw the predictions for the data set of the config"
             )
-        content = {} if path is None else read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
+        content = {} if path is None else read_checkpoint(path, trust=cfg.get("trust_checkpoint", False))
         say_differences(cfg, content, path or "")
         self.model: nn.Module = build_model(cfg, cfg.model)
         self.dataset_meta = dataset_meta_of(cfg, content, path, self.model)
@@ -108,7 +108,7 @@ class Detector:
                 weights_of(content, path),
                 path,
                 cfg.get("strict_load", True),
-                allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")),
+                allow_nonfinite=cfg.get("allow_nonfinite_weights", False),
             )
         self.model.to(self.device).eval()
         measured, self.origin_of_thresholds = measured_thresholds(content)
