@@ -20,7 +20,7 @@ from torch import nn
 from visdet.checks.arguments import AtLeast0, Positive, Range, Share, checked, checked_value, with_other_names
 from visdet.checks.heads import check_heads
 from visdet.errors import InvalidInputError
-from visdet.registry import TRANSFORMS, VISUALIZERS
+from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 
 from ..checkpoints.checkpoint import read_checkpoint
@@ -41,6 +41,7 @@ from .detector_config import checked_device, dataset_meta_of, model_class, takes
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .image_files import is_stream
 from .read_ahead import computed_ahead
+from .sample_images import rgb_of_file
 from .tiles import joined, windows_of
 from .videos import written_as_video
 
@@ -241,11 +242,8 @@ class Detector:
             images: the images.
             options: the arguments of :meth:`detect_items` after ``items``.
         """
-        read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
         for image in images:
-            pixels = image.pixels
-            if pixels is None:
-                pixels = read({"img_path": image.path})["img"].permute(1, 2, 0).numpy()
+            pixels = rgb_of_file(image.path) if image.pixels is None else image.pixels
             shape = pixels.shape[0], pixels.shape[1]
             windows = windows_of(*shape, tiles, overlap)
             crops = (GivenImage(pixels=pixels[y1:y2, x1:x2]) for x1, y1, x2, y2 in windows)

@@ -1,10 +1,13 @@
 """The images that a sample's predictions are drawn on."""
 
+from typing import Any
+
 import numpy as np
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement
 from torch import Tensor
 
+from visdet.files.images import MAX_PIXELS
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 
@@ -35,9 +38,17 @@ def image_file_of(sample: DetDataSample) -> np.ndarray:
     """Return the image file of a sample, [H, W, 3] uint8 RGB, as the pipeline reads it before any resizing."""
     height, width = sample.metainfo.get("ori_shape", (None, None))[:2]
     # The pipeline has accepted the number of pixels.
-    read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb", "max_pixels": None})
-    image = read({"img_path": sample.img_path, "height": height, "width": width})["img"]
-    return image.permute(1, 2, 0).contiguous().numpy()
+    return rgb_of_file(sample.img_path, max_pixels=None, height=height, width=width)
+
+
+def rgb_of_file(path: str | None, max_pixels: int | None = MAX_PIXELS, **results: Any) -> np.ndarray:
+    """Return an image file, [H, W, 3] uint8 RGB, as LoadImageFromFile reads it.
+
+    Args:
+        path: the file. max_pixels: see LoadImageFromFile. results: what its results dict has besides.
+    """
+    read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb", "max_pixels": max_pixels})
+    return read({"img_path": path, **results})["img"].permute(1, 2, 0).contiguous().numpy()
 
 
 def is_bgr(cfg: Config) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from visdet.engine.inference.sample_images import rgb_of_file
 from visdet.registry import TRANSFORMS
 
 from ..errors import ExportError
@@ -145,9 +146,8 @@ class Pictures(Family):
 
     def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         """Return the picture of a batch of one, which is read from its file."""
-        load = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
-        read = load.transform({"img_path": data_samples[0].img_path})
-        return {"picture": read["img"].permute(1, 2, 0).contiguous().to(self.device)}
+        picture = torch.from_numpy(rgb_of_file(data_samples[0].img_path))
+        return {"picture": picture.to(self.device)}
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         return self.model.with_detections(outputs, data_samples)
