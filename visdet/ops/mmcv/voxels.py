@@ -144,11 +144,7 @@ def keys_of_rows(
 
 def rows_of_keys(keys: Tensor, extents: Sequence[int]) -> Tensor:  # [N] -> [N, 1 + D]
     """Return the rows that ``keys_of_rows`` gave these keys."""
-    columns = []
-    for extent in reversed(extents):
-        columns.append(keys % extent)
-        keys = keys // extent
-    return torch.stack([keys, *reversed(columns)], 1)
+    return torch.stack(torch.unravel_index(keys, (1 << 31, *extents)), 1)  # The first column has no extent.
 
 
 def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M, D], [N], [M]
