@@ -93,15 +93,15 @@ def batched_nms(
         detections, kept = suppress(wide, scores, **arguments)
     elif suppress in _CLASSES_OF:
         detections, kept = suppress(wide, scores, **arguments, **{_CLASSES_OF[suppress]: classes})
-        if boxes.dtype == computation_dtype(boxes):  # The detections hold the boxes as they were given.
-            return (detections[:max_num], kept[:max_num]) if max_num > 0 else (detections, kept)
     else:
         detections, kept = class_by_class(suppress, wide, scores, classes, **arguments)
-    kept_scores = detections[:, -1]
     if max_num > 0:
-        kept, kept_scores = kept[:max_num], kept_scores[:max_num]
-    if boxes.dtype != computation_dtype(boxes):
+        detections, kept = detections[:max_num], kept[:max_num]
+    kept_scores = detections[:, -1]
+    if boxes.dtype != wide.dtype:
         kept_scores = kept_scores.to(boxes)
+    elif suppress in _CLASSES_OF:  # The detections hold the boxes as they were given.
+        return detections, kept
     return torch.cat([boxes[kept], kept_scores[:, None]], -1), kept
 
 
