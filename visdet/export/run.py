@@ -164,22 +164,18 @@ def _checked_format(format: str, precision: str, custom_op: str | None, has_data
     check_choice("format", format, tuple(FORMATS))
     check_choice("precision", precision, tuple(LIMITS))
     kind = FORMATS[format]
-    if precision == "int8" and ("int8" not in kind.precisions or custom_op or not has_data):
-        able = " or ".join(repr(name) for name, other in FORMATS.items() if "int8" in other.precisions)
-        raise ExportError(
-            f"precision 'int8' needs format {able} without custom_op, and data with annotations (--check), which give "
-            "the ranges of numbers and show the loss"
-        )
     if precision not in kind.precisions:
         raise ExportError(
             f"precision {precision!r}: the runtime of format {format!r} has no convolution in it on a CPU. Possible "
             f"are {', '.join(kind.precisions)}"
         )
     if custom_op not in (None, kind.custom_op):
-        able = " or ".join(
-            f"{other.custom_op!r} with format {name!r}" for name, other in FORMATS.items() if other.custom_op
+        raise ExportError(f"custom_op must be {kind.custom_op!r} with format {format!r}, got {custom_op!r}")
+    if precision == "int8" and (custom_op or not has_data):
+        raise ExportError(
+            "precision 'int8' needs data with annotations (--check), which give the ranges of numbers and show the "
+            "loss, and no custom_op"
         )
-        raise ExportError(f"custom_op must be {able}, got {custom_op!r} with format {format!r}")
     return kind
 
 
