@@ -50,11 +50,10 @@ def _compare_lists(lists: dict[str, tuple[str, ...]]) -> None:
     """Check that every label names the same class in all data sets of a run."""
     for name, classes in lists.items():
         first_name, first = next(iter(lists.items()))
-        if differing := [label for label, (a, b) in enumerate(zip_longest(first, classes)) if a != b]:
-            label = differing[0]
-            here, there = (names[label] if label < len(names) else "absent" for names in (first, classes))
-            raise ConfigError(
-                f"the classes of {first_name}.dataset and {name}.dataset differ: label {label} "
-                f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
-                "Give both the same metainfo.classes in the same order"
-            )
+        for label, (here, there) in enumerate(zip_longest(first, classes, fillvalue="absent")):
+            if here != there:
+                raise ConfigError(
+                    f"the classes of {first_name}.dataset and {name}.dataset differ: label {label} "
+                    f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
+                    "Give both the same metainfo.classes in the same order"
+                )
