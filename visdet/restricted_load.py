@@ -158,6 +158,10 @@ def _reconstruct(*_options: Any) -> _Array:
     return _Array()
 
 
+def _path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*parts)
+
+
 def _no_bytes() -> bytes:
     return b""
 
@@ -181,8 +185,8 @@ _SAFE_GLOBALS: dict[str, Any] = {
     "mmengine.logging.history_buffer.HistoryBuffer": _History,
     "builtins.getattr": lambda *_names: None,  # A history buffer names its methods by it.
     "collections.defaultdict": lambda *_factory: {},
-    "pathlib.PosixPath": lambda *parts: PurePosixPath(*parts),
-    "pathlib._local.PosixPath": lambda *parts: PurePosixPath(*parts),
+    "pathlib.PosixPath": _path,
+    "pathlib._local.PosixPath": _path,
 }
 
 

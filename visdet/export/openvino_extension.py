@@ -45,9 +45,14 @@ def build_extension(folder: Path) -> Path:
         for name in ("libopenvino", "libopenvino_onnx_frontend", "libtbb")
     ]
     command = [
-        *(os.environ.get("CXX", "g++"), *_FLAGS, f"-I{_CSRC}", f"-isystem{package / 'include'}"),
+        os.environ.get("CXX", "g++"),
+        *_FLAGS,
+        f"-I{_CSRC}",
+        f"-isystem{package / 'include'}",
         *(str(_CSRC / source) for source in _SOURCES),
-        *("-o", str(folder / EXTENSION), *map(str, libraries)),
+        "-o",
+        str(folder / EXTENSION),
+        *map(str, libraries),
     ]
     try:
         built = subprocess.run(command, capture_output=True, text=True)
