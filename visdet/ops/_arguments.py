@@ -18,6 +18,7 @@ __all__ = [
     "integer_table",
     "pair",
     "places_in_groups",
+    "widened",
 ]
 
 
@@ -85,9 +86,14 @@ def computation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def widened(tensor: Tensor, beside: Tensor) -> Tensor:
+    """Return a tensor in the type that sums and coordinates have beside another one."""
+    return tensor.to(computation_dtype(beside))
+
+
 def constant(tensor: Tensor, beside: Tensor) -> Tensor:
-    """Return a tensor without gradients, in the type that coordinates have beside another one."""
-    return tensor.detach().to(computation_dtype(beside))
+    """Return the same without gradients."""
+    return widened(tensor.detach(), beside)
 
 
 def places_in_groups(groups: Tensor, counts: Tensor) -> Tensor:  # [N], [G] -> [N]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._classes import check_classes, class_by_class
 from ._declared import declared
 from .nms import nms
@@ -87,7 +87,7 @@ def batched_nms(
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
-    wide = boxes.to(computation_dtype(boxes))
+    wide = widened(boxes, boxes)
     classes = None if is_joint else check_classes("batched_nms", "idxs", idxs, boxes)
     if classes is None:
         detections, kept = suppress(wide, scores, **arguments)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from . import _registration
-from ._arguments import computation_dtype, pair
+from ._arguments import computation_dtype, pair, widened
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
@@ -87,7 +87,7 @@ def deform_roi_pool_reference(
     gamma: float = 0.1,
 ) -> Tensor:
     """Return what ``deform_roi_pool`` returns, in plain torch: the definition kernels are tested against."""
-    movement = None if offset is None else offset.to(computation_dtype(input)).flip(1) * gamma
+    movement = None if offset is None else widened(offset, input).flip(1) * gamma
     return pool_regions(
         input, rois, pair(output_size), spatial_scale, sampling_ratio, aligned=True, movement=movement
     )

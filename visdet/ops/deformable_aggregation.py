@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import computation_dtype, integer_table
+from ._arguments import integer_table, widened
 from ._declared import declared
 
 __all__ = [
@@ -73,9 +73,9 @@ def deformable_aggregation(
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
     shapes, starts = as_tables(features, level_shapes, level_starts)
-    locations = locations.to(computation_dtype(features))
+    locations = widened(locations, features)
     if weights.dtype != features.dtype:
-        weights = weights.to(computation_dtype(features))
+        weights = widened(weights, features)
     return _deformable_aggregation(features, shapes, starts, locations, weights)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from .deformable_aggregation import as_tables
 
@@ -59,9 +59,9 @@ def deformable_aggregation_with_depth(
     Source: BIP3D, arXiv 2411.14869, whose operator leaves the sum over points to its caller.
     """
     shapes, starts = as_tables(features, level_shapes, level_starts)
-    locations = locations.to(computation_dtype(features))
+    locations = widened(locations, features)
     if weights.dtype != features.dtype:
-        weights = weights.to(computation_dtype(features))
+        weights = widened(weights, features)
     return _deformable_aggregation_with_depth(features, depth_probs, shapes, starts, locations, weights)
 
 

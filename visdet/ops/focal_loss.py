@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import computation_dtype, widened
 from ._declared import declared
 from ._modules import OperatorModule
 
@@ -66,7 +66,7 @@ def sigmoid_focal_loss_reference(
     input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
 ) -> Tensor:
     """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
-    logits = input.to(computation_dtype(input))
+    logits = widened(input, input)
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
     one_hot = is_target.to(logits.dtype)
@@ -117,7 +117,7 @@ def softmax_focal_loss(
     Source: The signature and the targets are mmcv's.
     """
     target = target.long()
-    logits = input.to(computation_dtype(input))
+    logits = widened(input, input)
     C = logits.shape[1]
     if C == 0:
         raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from ._level_tables import level_starts_of, level_tables
 
@@ -75,8 +75,8 @@ def ms_deform_attn(
     Source: Deformable DETR, arXiv 2010.04159, eq. 3; the signature is mmcv's.
     """
     shapes, starts = level_tables(value, level_shapes, level_starts)
-    locations = locations.to(computation_dtype(value))
-    weights = weights.to(computation_dtype(value))
+    locations = widened(locations, value)
+    weights = widened(weights, value)
     return _ms_deform_attn(value, shapes, starts, locations, weights)
 
 

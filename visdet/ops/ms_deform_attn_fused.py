@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from ._level_tables import MAX_HOST_LEVELS, level_tables
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
@@ -74,7 +74,7 @@ def ms_deform_attn_fused(
     shapes, starts = level_tables(value, level_shapes, level_starts)
     B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
     # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
-    reference_points = reference_points.to(computation_dtype(value))
+    reference_points = widened(reference_points, value)
     if reference_points.dim() == 4:
         if reference_points.shape[0] not in (1, B) or reference_points.shape[2] not in (1, L):
             raise RuntimeError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from .sample_sum import sampled
 
@@ -58,7 +58,7 @@ def sample_dot(
 
     Source: The operator is that of fused_sample_ops; the kernels are visdet's own.
     """
-    samples, queries, depths = (one.to(computation_dtype(images)) for one in (samples, queries, depths))
+    samples, queries, depths = (widened(one, images) for one in (samples, queries, depths))
     return _sample_dot(images, samples, queries, depths, num_octaves)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 
 __all__ = ["sample_sum", "sample_sum_reference"]
@@ -47,7 +47,7 @@ def sample_sum(
 
     Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
     """
-    samples, weights = (one.to(computation_dtype(images)) for one in (samples, weights))
+    samples, weights = (widened(one, images) for one in (samples, weights))
     return _sample_sum(images, samples, weights)
 
 

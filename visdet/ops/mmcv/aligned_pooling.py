@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import computation_dtype
+from .._arguments import computation_dtype, widened
 from .._declared import declared
 from .._roi_sampling import (
     MAP,
@@ -185,7 +185,7 @@ def prroi_pool(
     """
     check_samples("prroi_pool", output_size)
     PH, PW = output_size
-    rois = rois.to(computation_dtype(features))
+    rois = widened(rois, features)
     if features.is_cuda or features.numel() == 0 or not _library.serves(features):
         return prroi_pool_reference(features, rois, output_size, spatial_scale)
     return _prroi_pool(features, rois, int(PH), int(PW), float(spatial_scale), 0)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_layout, computation_dtype, widened
 from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
@@ -60,7 +60,7 @@ def bias_act(
 
     Source: The signature is mmcv's.
     """
-    value = input.to(computation_dtype(input))
+    value = widened(input, input)
     if bias is not None:
         check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])
         value = value + bias.to(value.dtype).view([-1 if i == dim else 1 for i in range(input.dim())])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from .._arguments import computation_dtype, widened
 from .._declared import declared
 from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
@@ -47,7 +47,7 @@ def group_points(
 
 def _wide(features: Tensor) -> Tensor:
     """Return features in float32 if they are 16-bit, because the gradient of a point in many groups is a sum."""
-    return features.to(computation_dtype(features)) if features.is_floating_point() else features
+    return widened(features, features) if features.is_floating_point() else features
 
 
 @declared(features="any [B, C, N]", indices="integers [B, M]")
@@ -120,7 +120,7 @@ def stack_group_gradient(
 ) -> Tensor:  # [N, C]
     """Return the gradient of ``stack_group_points`` with respect to the features, given that of its result."""
     index = _stacked("stack_group_gradient", features, features_batch_cnt, indices, indices_batch_cnt)
-    wide = grad_output.to(computation_dtype(grad_output))
+    wide = widened(grad_output, grad_output)
     return gather_gradient(wide, features.shape, index, zeros_outside=True)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import computation_dtype, pair
+from .._arguments import pair, widened
 from .._declared import declared
 from .._roi_sampling import MAP, UPRIGHT
 from ..tracing import is_traced, recorded_as_one
@@ -241,7 +241,7 @@ class SimpleRoIAlign(nn.Module):
     @declared("SimpleRoIAlign", features=MAP, rois=UPRIGHT)
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
         dtype = features.dtype
-        features = features.to(computation_dtype(features))  # 16 bits do not hold a position in a map
+        features = widened(features, features)  # 16 bits do not hold a position in a map
         cells = generate_grid(rois.shape[0], self.output_size, rois.device)
         points = rel_roi_point_to_rel_img_point(rois, cells, features, self.spatial_scale).to(features.dtype)
         output = _samples_of_regions(features, points, rois[:, 0], not self.aligned)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype
+from .._arguments import computation_dtype, widened
 from .._declared import declared
 from ..box_iou_rotated import cross_of, polygon_area, shared_area
 from ..point_neighbours import row_ranges
@@ -287,7 +287,7 @@ def squared_distances(
     xyz1: Tensor, xyz2: Tensor, nearest1: Tensor, nearest2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the squared distances of the points to those of the other set with the given indices."""
-    wide1, wide2 = (points.to(computation_dtype(points)) for points in (xyz1, xyz2))
+    wide1, wide2 = (widened(points, points) for points in (xyz1, xyz2))
     distances = []
     for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
         if other.shape[1]:

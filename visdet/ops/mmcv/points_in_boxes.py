@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, constant, places_in_groups
+from .._arguments import computation_dtype, constant, places_in_groups, widened
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -183,7 +183,7 @@ def pool_collected(
     """Return the largest or mean feature of each voxel, and for 'max' the point that it comes from, or -1."""
     voxel, point = pairs_of(collected)
     voxels, C = collected[..., 0].numel(), pts_feature.shape[1]
-    features = pts_feature.to(computation_dtype(pts_feature))
+    features = widened(pts_feature, pts_feature)
     if mode == "avg":
         pooled = features.new_zeros(voxels, C).index_add(0, voxel, features[point])
         pooled = pooled / collected.flatten(0, 3)[:, :1].clamp(min=1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype, constant
+from .._arguments import constant, widened
 from .._declared import check_indices, declared
 from ..box_iou_rotated import corners_from_center
 from ..sample_sum import sample_sum
@@ -90,6 +90,6 @@ def active_rotated_filter(
     )
     places = (indices.flatten(0, 2).long() - 1).T[None, :, None].expand(M, R, C, -1)
     # A gradient sums R numbers, which 16-bit types would round one by one. That of a scatter is a gather.
-    filters = input.flatten(2).to(computation_dtype(input))[:, None].expand(places.shape)
+    filters = widened(input.flatten(2), input)[:, None].expand(places.shape)
     rotated = torch.zeros_like(filters, memory_format=torch.contiguous_format).scatter(3, places, filters)
     return rotated.to(input.dtype).view(M * R, C * G, height, width)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import check_layout, check_numbers, computation_dtype, places_in_groups
+from .._arguments import check_layout, check_numbers, computation_dtype, places_in_groups, widened
 from .._declared import check_indices, declared
 
 __all__ = [
@@ -215,7 +215,7 @@ def dynamic_scatter(
 
 def _sum_into(cells: Tensor, values: Tensor, size: int) -> Tensor:  # [N] in 0..size, [N, C] -> [size, C]
     """Return the sum of the values of each cell, in float32 or better. Values of the cell ``size`` are dropped."""
-    wide = values.to(computation_dtype(values))
+    wide = widened(values, values)
     summed = wide.new_zeros(size + 1, values.shape[1]).index_add(0, cells, wide)
     return summed[:size].to(values.dtype)
 
