@@ -15,7 +15,9 @@ __all__ = [
     "check_tensor",
     "computation_dtype",
     "constant",
+    "empty_sum",
     "integer_table",
+    "is_index",
     "pair",
     "places_in_groups",
     "widened",
@@ -94,6 +96,16 @@ def widened(tensor: Tensor, beside: Tensor) -> Tensor:
 def constant(tensor: Tensor, beside: Tensor) -> Tensor:
     """Return the same without gradients."""
     return widened(tensor.detach(), beside)
+
+
+def is_index(index: Tensor, size: Any) -> Tensor:
+    """Return whether each number lies in 0..size - 1, where ``size`` is a number or a tensor."""
+    return (index >= 0) & (index < size)
+
+
+def empty_sum(*tensors: Tensor) -> Any:
+    """Return the sum of no numbers of each tensor: 0, which gives a result without numbers of them a gradient of 0."""
+    return sum(tensor[:0].sum() for tensor in tensors)
 
 
 def places_in_groups(groups: Tensor, counts: Tensor) -> Tensor:  # [N], [G] -> [N]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, check_numbers, check_tensor
+from ._arguments import check_device, check_numbers, check_tensor, is_index
 
 __all__ = ["DECLARATIONS", "check_indices", "declared"]
 
@@ -225,5 +225,5 @@ def _check_choice(
 def check_indices(op: str, name: str, indices: Tensor, count: int, of: str) -> None:
     """Raise a RuntimeError unless the indices are those of ``count`` things. On CUDA it is a failed assertion."""
     indices = indices.long()
-    is_index = ((indices >= 0) & (indices < count)).all()
-    torch._assert_async(is_index, f"{op}: {name} must be indices of {of}, from 0 to their number less 1")
+    are_indices = is_index(indices, count).all()
+    torch._assert_async(are_indices, f"{op}: {name} must be indices of {of}, from 0 to their number less 1")

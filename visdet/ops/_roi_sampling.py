@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import computation_dtype
+from ._arguments import computation_dtype, empty_sum, is_index
 from .tracing import recorded_as_one
 
 __all__ = [
@@ -65,7 +65,7 @@ def _are_numbers(*values: Any) -> bool:
 
 def is_image(index: Tensor, B: int) -> Tensor:
     """Return whether each batch index is one of the whole numbers 0 to B - 1."""
-    return (index >= 0) & (index < B) & (index == index.floor())
+    return is_index(index, B) & (index == index.floor())
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int) -> Tensor:
     """Return the samples [n, K, C] at y, x [n, K] of the maps from ``first_row`` [n] on in rows [B * H * W, C]."""
     if rows.numel() == 0 or y.numel() == 0:
-        return rows.new_zeros(*y.shape, rows.shape[1]) + rows[:0].sum()
+        return rows.new_zeros(*y.shape, rows.shape[1]) + empty_sum(rows)
     y0, y1, fy, y_counts = _corners(y, H)
     x0, x1, fx, x_counts = _corners(x, W)
     counts = y_counts & x_counts
@@ -156,10 +156,9 @@ def _pool_samples(
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
-    # The sum of no numbers makes a result without samples differentiable, with a gradient of zero for any numbers.
-    empty_sum = input[:0].sum() + origin[:0].sum()
+    nothing = empty_sum(input, origin)
     if output.numel() == 0 or input.numel() == 0:
-        return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
+        return output.transpose(1, 2).reshape(N, C, PH, PW) + nothing
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
@@ -194,7 +193,7 @@ def _pool_samples(
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))
     else:
-        output = output + empty_sum
+        output = output + nothing
     return output.transpose(1, 2).reshape(N, C, PH, PW)
 
 

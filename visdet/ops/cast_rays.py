@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype, constant
+from ._arguments import computation_dtype, constant, is_index
 from ._declared import declared
 from .tracing import recorded_as_one
 
@@ -146,7 +146,7 @@ def _walk(
     """Return the voxel of each step, or -1 outside the grid, where the ray enters and leaves it, and the last step."""
     D, H, W = grid.shape[2:]
     S = origins.shape[1]
-    is_walking = (times >= 0) & (times < S)
+    is_walking = is_index(times, S)
     origins = torch.nn.functional.pad(origins.double(), (0, 0, 0, 1))
     origin = origins.take_along_dim(torch.where(is_walking, times, S)[..., None], 1)
     path = points.double() - origin

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import pair
+from ._arguments import is_index, pair
 from ._declared import declared
 
 __all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
@@ -208,7 +208,7 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     total = flat.new_zeros(())
     for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
         for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
-            is_inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+            is_inside = counts & is_index(row, H) & is_index(column, W)
             # float32 is not exact beyond 2^24.
             index = torch.where(is_inside, row.long() * W + column.long(), 0)
             index = index[:, None].expand(-1, flat.shape[1], -1)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype, widened
+from ._arguments import computation_dtype, is_index, widened
 from ._declared import declared
 from ._modules import OperatorModule
 
@@ -121,7 +121,7 @@ def softmax_focal_loss(
     C = logits.shape[1]
     if C == 0:
         raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
-    is_class = (target >= 0) & (target < C)
+    is_class = is_index(target, C)
     logits = logits.masked_fill(~is_class[:, None], 0.0)  # their gradient is 0, whatever stands in the row
     log_p = -F.cross_entropy(logits, target.clamp(0, C - 1), reduction="none")
     # At p = 1, the derivative of a power below 1 would be infinite, and NaN after the product with log p = 0.
@@ -144,7 +144,7 @@ def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     """Return weight[target], or 1 for a target that is no class."""
     if weight.shape[0] == 0:
         return weight.new_ones(target.shape)
-    is_class = (target >= 0) & (target < weight.shape[0])
+    is_class = is_index(target, weight.shape[0])
     return torch.where(is_class, weight[target.clamp(0, weight.shape[0] - 1)], 1.0)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
+from ._arguments import is_index
 from .tracing import gradients_of
 
 __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
@@ -36,7 +37,7 @@ def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, z
     is_shared, index = features.dim() == 2, indices.long()
     if zeros_outside:
         N = features.shape[0 if is_shared else 2]
-        index = torch.where((index >= 0) & (index < N), index, N)
+        index = torch.where(is_index(index, N), index, N)
         features = torch.nn.functional.pad(features, (0, 0, 0, 1) if is_shared else (0, 1))
     if is_shared:
         terms = features[index].permute(0, 3, 1, 2)
@@ -85,7 +86,7 @@ def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) ->
     sizes, groups = sizes.long(), groups.long()
     cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)[:, None]
     start = sizes.cumsum(0) - sizes
-    return torch.where((indices >= 0) & (indices < sizes[cloud]), indices + start[cloud], -1)
+    return torch.where(is_index(indices, sizes[cloud]), indices + start[cloud], -1)
 
 
 _gather_points = _registration.differentiable(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import constant, pair
+from ._arguments import constant, is_index, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
@@ -129,9 +129,7 @@ def roi_pool_gradient(
     image = torch.where(is_of_batch, rois[:, 0], 0).long()
     first = image[:, None] * C + torch.arange(C, device=rois.device)  # [N, C]
     index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
-    counted = torch.where(
-        (argmax >= 0) & (argmax < H * W) & is_of_batch[:, None, None, None], grad_output.to(grad), 0
-    )
+    counted = torch.where(is_index(argmax, H * W) & is_of_batch[:, None, None, None], grad_output.to(grad), 0)
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 

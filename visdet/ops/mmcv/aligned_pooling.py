@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import computation_dtype, widened
+from .._arguments import computation_dtype, empty_sum, widened
 from .._declared import declared
 from .._roi_sampling import (
     MAP,
@@ -213,7 +213,7 @@ def prroi_pool_reference(
         weights.append(
             torch.where(is_wide, integral.diff(dim=1) / torch.where(is_wide, step[..., None], 1), 0)
         )
-    pooled = corners.new_zeros(len(rois), features.shape[1], *output_size) + 0 * features[:0].sum()
+    pooled = corners.new_zeros(len(rois), features.shape[1], *output_size) + empty_sum(features)
     for image, maps in enumerate(features.to(dtype)):
         chosen = (is_known & (index == image)).nonzero()[:, 0]
         down, across = (weight[chosen] for weight in weights)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import empty_sum
 from .._declared import declared
 
 __all__ = ["bbox_overlaps"]
@@ -45,9 +46,8 @@ def bbox_overlaps(
         raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")
     given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
     if M * N == 0:
-        # The sum of no numbers makes an empty result differentiable, too.
-        empty_sum = bboxes1[:0].sum() + bboxes2[:0].sum()
-        return bboxes1.new_zeros(M if aligned else (M, N), dtype=given) + empty_sum.to(given)
+        nothing = empty_sum(bboxes1, bboxes2).to(given)
+        return bboxes1.new_zeros(M if aligned else (M, N), dtype=given) + nothing
     dtype = given if given == torch.float64 else torch.float32
     first, second = bboxes1.to(dtype), bboxes2.to(dtype)
     if not aligned:

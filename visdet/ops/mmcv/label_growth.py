@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._arguments import is_index
 from .._declared import declared
 
 __all__ = ["contour_expand", "pixel_group"]
@@ -16,7 +17,7 @@ def _claims(
     row, column = (frontier // W)[:, None], (frontier % W)[:, None]
     steps = frontier.new_tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])
     row, column = row + steps[:, 0], column + steps[:, 1]
-    is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    is_inside = is_index(row, H) & is_index(column, W)
     source, direction = is_inside.nonzero(as_tuple=True)
     pixel = (row * W + column)[source, direction]
     reaches = is_free[pixel] if fits is None else is_free[pixel] & fits[labels[frontier[source]], pixel]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_layout, computation_dtype, is_index
 from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
@@ -41,7 +41,7 @@ def psa_mask(
     y, x = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
     # Rows and columns of the mask of each second pixel in which the first one is, [H, H] and [W, W].
     row, column = y[:, None] - y + (MH - 1) // 2, x[:, None] - x + (MW - 1) // 2
-    is_inside = ((row >= 0) & (row < MH))[:, None, :, None] & ((column >= 0) & (column < MW))[None, :, None]
+    is_inside = is_index(row, MH)[:, None, :, None] & is_index(column, MW)[None, :, None]
     row, column = row.clamp(0, MH - 1)[:, None, :, None], column.clamp(0, MW - 1)[None, :, None]
     attention = torch.where(is_inside, input[:, row * MW + column, y[:, None], x], 0)
     if psa_type == "distribute":
@@ -144,6 +144,6 @@ def tin_shift(
         raise ValueError(f"tin_shift: C must be a multiple of the {shift.shape[1]} groups of shift, got {C}")
     by = shift.long().repeat_interleave(C // shift.shape[1], 1)[:, None]  # [B, 1, C]
     frame = torch.arange(T, device=input.device)[:, None] - by
-    is_inside = ((frame >= 0) & (frame < T))[..., None]
+    is_inside = is_index(frame, T)[..., None]
     source = frame.clamp(0, max(T - 1, 0))[..., None].expand(B, T, C, S)
     return torch.where(is_inside, input.gather(1, source), 0)

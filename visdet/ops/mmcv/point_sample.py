@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import pair, widened
+from .._arguments import empty_sum, pair, widened
 from .._declared import declared
 from .._roi_sampling import MAP, UPRIGHT
 from ..tracing import is_traced, recorded_as_one
@@ -201,8 +201,7 @@ def _sample_regions(
     align_corners: bool,
 ) -> Tensor:  # [N, C, P]
     """Return samples of the image that each region belongs to. A region of no image gives 0."""
-    # The sum of no numbers makes a result without samples differentiable, too.
-    output = features.new_zeros(len(points), features.shape[1], points.shape[1]) + features[:0].sum()
+    output = features.new_zeros(len(points), features.shape[1], points.shape[1]) + empty_sum(features)
     for image in range(len(features)):
         members = (batch == image).nonzero().squeeze(1)
         if len(members):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, constant, places_in_groups, widened
+from .._arguments import computation_dtype, constant, empty_sum, places_in_groups, widened
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -279,7 +279,7 @@ def roipoint_pool3d(
     # The gradient of a point in many boxes is a sum, which needs float32.
     wide = computation_dtype(point_features)
     values = torch.cat([points.to(wide), point_features.to(wide)], 2)
-    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + values[:0].sum()
+    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + empty_sum(values)
     is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
     if N == 0:
         return pooled.to(dtype), is_empty

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype, places_in_groups
+from .._arguments import check_layout, computation_dtype, empty_sum, is_index, places_in_groups
 from .._declared import check_indices, declared
 from .voxels import keys_of_rows, rows_of_keys
 
@@ -92,7 +92,7 @@ def get_indice_pairs(
     # Broadcast to [D, K, N], a dimension, a tap and an input.
     shifted = at * step - pad + tap if transpose else at + pad - tap
     place = shifted if transpose else shifted.div(step, rounding_mode="floor")
-    reaches = (place >= 0) & (place < extent)
+    reaches = is_index(place, extent)
     if not transpose:
         reaches &= place * step == shifted
     reaches = reaches.all(0) & (image < batch_size)
@@ -176,8 +176,7 @@ def indice_conv(
     ):
         product = wide[source].to(operands) @ weights[k].to(operands)
         output = output.index_add_(0, target, product.to(dtype))
-    # The sums of no numbers make a result of no pairs differentiable.
-    return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
+    return output.to(features.dtype) + empty_sum(features, weights)
 
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import check_layout, check_numbers, computation_dtype, places_in_groups, widened
+from .._arguments import check_layout, check_numbers, computation_dtype, is_index, places_in_groups, widened
 from .._declared import check_indices, declared
 
 __all__ = [
@@ -67,7 +67,7 @@ def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: 
     # A sum of 3 sizes in float32 must not decide the number of voxels, so it is rounded as in mmcv.
     grid = ((high - low) / voxel_size).round()
     place = ((points - low) / voxel_size).floor()
-    is_inside = ((place >= 0) & (place < grid)).all(1, keepdim=True)
+    is_inside = is_index(place, grid).all(1, keepdim=True)
     return torch.where(is_inside, place, -1).flip(1).int()
 
 
