@@ -58,7 +58,7 @@ def roi_align_again(
 
 def roi_pool_gradient(grad_output: Tensor, rois: Tensor, argmax: Tensor, grad_input: Tensor) -> Tensor:
     sizes = grad_input.shape[0], *grad_input.shape[2:]
-    return gradient_of_pool(grad_output, rois.to(_wide(grad_output)), argmax.int(), sizes)
+    return gradient_of_pool(grad_output, rois.to(wide_type(grad_output)), argmax.int(), sizes)
 
 
 # Maps
@@ -200,7 +200,7 @@ def roiaware_gradient(
         voxel, point = points_in_boxes.pairs_of(pts_idx_of_voxels)
         count = pts_idx_of_voxels.flatten(0, 3)[:, :1].clamp(min=1)
         return grad_in.index_add(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
-    grad, sizes = grad_out.reshape(1, 1, -1).to(_wide(grad_in)), (1, 1, grad_in.numel())
+    grad, sizes = grad_out.reshape(1, 1, -1).to(wide_type(grad_in)), (1, 1, grad_in.numel())
     gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax), zeros_outside=True)
     return grad_in + gradient.view(grad_in.shape)
 
@@ -220,6 +220,6 @@ def hard_voxelize(
     return voxels, places, counts, len(voxels)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_type(tensor: Tensor) -> torch.dtype:
     """Return the type in which sums of a tensor's numbers are computed."""
     return torch.promote_types(tensor.dtype, torch.float32)

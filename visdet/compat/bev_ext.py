@@ -182,7 +182,7 @@ def voxel_pooling_of_products(
         (num_voxel_x, num_voxel_y, num_voxel_z),
     )
     places, weights = geom_xyz.reshape(*shape, 3), depth_features.reshape(shape)
-    wide = torch.promote_types(weights.dtype, torch.float32)
+    wide = mmcv_functions.wide_type(weights)
     maps = context_features.reshape(batch_size, num_cams, num_channels, num_height, num_width)
     pixels = maps.permute(0, 1, 3, 4, 2).to(wide)
     total = output_features.new_zeros(output_features.shape, dtype=wide)

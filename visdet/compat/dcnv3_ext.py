@@ -11,6 +11,7 @@ from torch import Tensor
 
 from visdet import ops
 
+from ._mmcv_functions import wide_type
 from ._served import GradOutput, serves
 
 __all__ = ["dcnv3_backward", "dcnv3_forward"]
@@ -47,7 +48,7 @@ def dcnv3_forward(
         remove_center: whether the kernel lacks its central point.
     """
     (B, H, W, _), (Hout, Wout) = input.shape, offset.shape[1:3]
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    wide = wide_type(input)
 
     def steps(count: int) -> Tensor:
         return torch.arange(count, device=input.device, dtype=wide)

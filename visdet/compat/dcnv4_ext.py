@@ -7,11 +7,11 @@ divide their work (``im2col_step``, ``d_stride``, ``block_thread``) has no effec
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from visdet import ops
 
+from ._mmcv_functions import wide_type
 from ._served import GradOutput, serves
 from .dcnv3_ext import dcnv3_forward
 
@@ -128,4 +128,4 @@ def flash_deform_attn_backward(
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+    return logits.softmax(-1, wide_type(logits))

@@ -93,6 +93,11 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
     return batch
 
 
+def probabilities_of(output: dict[str, Any]) -> Tensor:
+    """Return the probabilities [B, N, classes or modes] that the last layer of a head predicts, in float32."""
+    return output["classification"][-1].float().sigmoid()
+
+
 def field_of(data: dict[str, Any], name: str) -> Any:
     """Return a field of a batch that the planner needs.
 

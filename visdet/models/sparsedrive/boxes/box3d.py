@@ -53,10 +53,3 @@ def decode_box(anchor: Tensor) -> Tensor:
         ],
         -1,
     )
-
-
-def turned(points: Tensor, yaw: Tensor) -> Tensor:
-    """Return points [..., 2] that are rotated by yaw [...] about the origin."""
-    cos, sin = yaw.cos(), yaw.sin()
-    x, y = points.unbind(-1)
-    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1)

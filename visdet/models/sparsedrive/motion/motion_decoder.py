@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
+from visdet.structures.rotated_boxes import turned
 
-from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box, turned
+from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
 from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
-from ..sample_batch import field_of
+from ..sample_batch import field_of, probabilities_of
 from .motion_target import steps_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
@@ -71,7 +72,7 @@ class SparseBox3DMotionDecoder(SparseBox3DDecoder):
         queue = torch.stack(motion_output["anchor_queue"], 2)[batch, query]
         results = {
             "trajs_3d": steps.cumsum(-2) + centre[:, :, None, None],
-            "trajs_score": motion_output["classification"][-1].float().sigmoid()[batch, query],
+            "trajs_score": probabilities_of(motion_output)[batch, query],
             "anchor_queue": decode_box(queue),
             "period": motion_output["period"][batch, query],
         }
@@ -150,7 +151,7 @@ class HierarchicalPlanningDecoder:
         Agents follow their most probable motion. Those below ``score_threshold`` do not count.
         """
         anchors = det_output["prediction"][-1].float()
-        is_seen = det_output["classification"][-1].float().sigmoid().amax(-1) >= score_threshold  # [B, N]
+        is_seen = probabilities_of(det_output).amax(-1) >= score_threshold  # [B, N]
         motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
         motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
         path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
@@ -193,6 +194,6 @@ def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Ten
     """
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
     signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
-    corners = centre[..., None, :] + turned(0.5 * size[..., None, :] * signs, yaw[..., None])
-    inside = turned(corners - other_centre[..., None, :], -other_yaw[..., None])
+    corners = centre[..., None, :] + turned(0.5 * size[..., None, :] * signs, yaw[..., None, None])
+    inside = turned(corners - other_centre[..., None, :], -other_yaw[..., None, None])
     return (inside.abs() < 0.5 * other_size[..., None, :]).all(-1).any(-1)

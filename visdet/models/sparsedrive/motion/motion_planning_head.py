@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
+from visdet.structures.rotated_boxes import turned
 
 from ...layers.positional_encoding import sine_embedding
 from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
-from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY, turned
+from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
 from ..instance_operations import InstanceOperations
 from ..mlp import linear_relu_ln
+from ..sample_batch import probabilities_of
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
 from .motion_planning_loss import MotionPlanningLoss
@@ -188,8 +190,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             )
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
         N = feature.shape[1]
-        probability = det_output["classification"][-1].float().sigmoid()
-        map_probability = map_output["classification"][-1].float().sigmoid()
+        probability, map_probability = probabilities_of(det_output), probabilities_of(map_output)
         most_confident = _most_confident(det_output, probability, self.num_det)
         map_feature, map_embed = _most_confident(map_output, map_probability, self.num_map)
         queue = self.instance_queue
@@ -257,7 +258,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         """
         modes = self.motion_anchor[probability.argmax(-1)][..., -1, :]  # [B, N, M, 2]
         anchors = anchors.detach().float()
-        yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None]
+        yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None, None]
         ends = turned(modes, yaw)
         C = self.embed_dims
         motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
