@@ -179,10 +179,16 @@ def as_tensors(op: str, boxes: Any, scores: Any) -> tuple[Tensor, Tensor, bool]:
 
 def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     """Return the IoU of a box [..., 4] with each of boxes [..., 4]. Widths are x2 - x1 + offset."""
-    ends, starts = torch.minimum(box[..., 2:], boxes[..., 2:]), torch.maximum(box[..., :2], boxes[..., :2])
-    intersection = (ends - starts + offset).clamp(min=0).prod(-1)
-    area, areas = ((one[..., 2:] - one[..., :2] + offset).prod(-1) for one in (box, boxes))
-    return intersection / (area + areas - intersection)
+    shared, area, areas = areas_of(box, boxes, offset)
+    return shared / (area + areas - shared)
+
+
+def areas_of(boxes: Tensor, others: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what boxes [..., 4] share with others, and the areas of both. Widths are x2 - x1 + offset."""
+    ends = torch.minimum(boxes[..., 2:], others[..., 2:])
+    starts = torch.maximum(boxes[..., :2], others[..., :2])
+    area, areas = ((one[..., 2:] - one[..., :2] + offset).prod(-1) for one in (boxes, others))
+    return (ends - starts + offset).clamp(min=0).prod(-1), area, areas
 
 
 _nms = _registration.without_gradient(

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from .._arguments import empty_sum
+from .._arguments import empty_sum, widened
 from .._declared import declared
+from ..nms import areas_of
 
 __all__ = ["bbox_overlaps"]
 
@@ -48,17 +49,10 @@ def bbox_overlaps(
     if M * N == 0:
         nothing = empty_sum(bboxes1, bboxes2).to(given)
         return bboxes1.new_zeros(M if aligned else (M, N), dtype=given) + nothing
-    dtype = given if given == torch.float64 else torch.float32
-    first, second = bboxes1.to(dtype), bboxes2.to(dtype)
+    first, second = widened(bboxes1, bboxes1), widened(bboxes2, bboxes1)
     if not aligned:
         first = first[:, None]
-    sides = (
-        torch.minimum(first[..., 2:], second[..., 2:])
-        - torch.maximum(first[..., :2], second[..., :2])
-        + offset
-    )
-    intersection = sides.clamp(min=0).prod(-1)
-    whole = (first[..., 2:] - first[..., :2] + offset).prod(-1)
+    shared, whole, others = areas_of(first, second, offset)
     if mode == "iou":
-        whole = whole + (second[..., 2:] - second[..., :2] + offset).prod(-1) - intersection
-    return (intersection / whole.clamp(min=offset)).to(given)
+        whole = whole + others - shared
+    return (shared / whole.clamp(min=offset)).to(given)

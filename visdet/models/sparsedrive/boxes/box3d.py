@@ -37,13 +37,18 @@ def encode_box(box: Tensor) -> Tensor:
     )
 
 
+def yaw_of(anchor: Tensor) -> Tensor:
+    """Return the yaw [...] of anchors [..., 8 + v] in (-pi, pi]."""
+    return torch.atan2(anchor[..., SIN_YAW], anchor[..., COS_YAW])
+
+
 def decode_box(anchor: Tensor) -> Tensor:
     """Return anchors [..., 8 + v] as boxes [..., 7 + v] with yaw in (-pi, pi].
 
     Logarithms of sizes above 10 count as 10.
     """
     anchor = at_least_float32(anchor)
-    yaw = torch.atan2(anchor[..., SIN_YAW], anchor[..., COS_YAW])
+    yaw = yaw_of(anchor)
     return torch.cat(
         [
             anchor[..., :W],

@@ -11,7 +11,7 @@ from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 from visdet.structures.rotated_boxes import turned
 
-from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
+from ..boxes.box3d import L, W, decode_box, yaw_of
 from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
 from ..sample_batch import field_of, probabilities_of
 from .motion_target import steps_of
@@ -155,7 +155,7 @@ class HierarchicalPlanningDecoder:
         motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
         motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
         path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
-        yaw = _yaws(path, torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW]))[..., 1:]
+        yaw = _yaws(path, yaw_of(anchors))[..., 1:]
         others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)
 
         path = _from_start(plan)

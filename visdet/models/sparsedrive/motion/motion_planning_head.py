@@ -14,7 +14,7 @@ from visdet.structures.rotated_boxes import turned
 from ...layers.positional_encoding import sine_embedding
 from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
-from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
+from ..boxes.box3d import VX, VY, yaw_of
 from ..instance_operations import InstanceOperations
 from ..mlp import linear_relu_ln
 from ..sample_batch import probabilities_of
@@ -258,7 +258,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         """
         modes = self.motion_anchor[probability.argmax(-1)][..., -1, :]  # [B, N, M, 2]
         anchors = anchors.detach().float()
-        yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None, None]
+        yaw = yaw_of(anchors)[..., None, None]
         ends = turned(modes, yaw)
         C = self.embed_dims
         motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
