@@ -10,7 +10,7 @@ from torch import Tensor
 from . import _registration
 from ._arguments import widened
 from ._declared import declared
-from .deformable_aggregation import as_tables
+from .deformable_aggregation import as_tables, weighted_sum
 
 __all__ = ["deformable_aggregation_with_depth", "deformable_aggregation_with_depth_reference"]
 
@@ -75,7 +75,7 @@ def deformable_aggregation_with_depth_reference(
 ) -> Tensor:  # [B, Q, C]
     """Return the same in plain torch: the definition kernels are tested against."""
     B, _, C = features.shape
-    _, Q, P, _, _, G = weights.shape
+    _, Q, P, *_ = weights.shape
     D = depth_probs.shape[2]
     out = torch.zeros(B, Q, C, dtype=locations.dtype, device=features.device)
     for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
@@ -93,9 +93,7 @@ def deformable_aggregation_with_depth_reference(
             )
             volume = F.pad(volume, (0, 0, 1, 1)).view(B, C, D + 2, H, W)
             samples = F.grid_sample(volume, grid, padding_mode="zeros", align_corners=False).view(B, C, Q, P)
-            weight = torch.where(counts, weights[:, :, :, camera, level].to(out.dtype), 0.0)
-            weight = weight.repeat_interleave(C // G, -1) if C else weight[..., :0]  # [B, Q, P, C]
-            out = out + (samples.permute(0, 2, 3, 1) * weight).sum(2)
+            out = out + weighted_sum(samples, weights[:, :, :, camera, level], counts)
     return out.to(features.dtype)
 
 

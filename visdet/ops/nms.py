@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import as_tensor, check_numbers, constant
+from ._arguments import as_tensor, check_numbers, constant, widened
 from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -104,7 +104,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
         return []
     if table.dim() != 2 or table.shape[1] != 5:
         raise ValueError(f"nms_match: dets must be [N, 5], got {list(table.shape)}")
-    table = table.cpu() if table.dtype == torch.float64 else table.cpu().float()
+    table = widened(table.cpu(), table)
     boxes, scores = table[:, :4], table[:, 4]
     threshold = table.new_tensor(iou_threshold)
     # An overlap is at least the threshold if it is greater than the next smaller number.
