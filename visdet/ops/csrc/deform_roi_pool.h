@@ -210,11 +210,10 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
     a.grad_output = data_of<A>(grad_output);
     if (needs_input) spread(device, a, grad_output, grad_input, deterministic);
     if (!needs_offset) return;
-    const int64_t slices = a.parts(kSlice), first = 0;
-    const std::optional<torch::headeronly::IntHeaderOnlyArrayRef> over_slices({&first, 1});
+    const int64_t slices = a.parts(kSlice);
     const Tensor slopes = new_empty(input, {slices, p.N, 2, PH, PW});
     device.each(p.N * slices * a.bins(), 64 * kSlice, Slope<A>{a, mutable_data_of<A>(slopes)});
-    grad_offset = call("aten::sum", "dim_IntList", slopes, over_slices, false, std::nullopt);
+    grad_offset = sum_of_slices(slopes);
   });
   return {grad_input, grad_offset};
 }

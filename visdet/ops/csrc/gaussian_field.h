@@ -70,23 +70,14 @@ struct GaussianKernels {
 
 namespace visdet {
 
-inline GaussianProblem check_gaussians(const char* op, const Tensor& points, const Tensor& means,
-                                       const Tensor& cholesky) {
-  check_shape(op, "points", points, {"B", 3});
-  check_sum_type(op, "points", points);
-  check_like(op, "means", means, {"N", 3}, "points", points);
-  check_like(op, "cholesky", cholesky, {{"N", means.size(0)}, 3, 3}, "points", points);
-  return {points.size(0), means.size(0)};
-}
-
+// The order is dense.
 inline void check_order(const char* op, const char* name, const Tensor& order, int64_t size, const Tensor& points) {
   VISDET_CHECK(op, order.dim() == 1 && (order.size(0) == size || order.size(0) == 0), name, " must be [", size,
                "] or empty, got ", shape_text(order));
   check_int64(op, name, order);
   check_device(op, name, order, "points", points);
   if (!order.is_cpu()) return;
-  const Tensor numbers = dense(order);
-  const auto* first = data_of<int64_t>(numbers);
+  const auto* first = data_of<int64_t>(order);
   std::vector<bool> is_named(static_cast<size_t>(order.size(0)));
   for (int64_t i = 0; i < order.size(0); ++i) {
     const int64_t n = first[i];
@@ -96,26 +87,38 @@ inline void check_order(const char* op, const char* name, const Tensor& order, i
   }
 }
 
-inline GaussianProblem check_gaussian_field(const char* op, const Tensor& points, const Tensor& means,
-                                            const Tensor& cholesky, const Tensor& weights, const Tensor& point_order,
-                                            const Tensor& gaussian_order) {
-  const GaussianProblem problem = check_gaussians(op, points, means, cholesky);
-  check_like(op, "weights", weights, {problem.N}, "points", points);
-  check_order(op, "point_order", point_order, problem.B, points);
-  check_order(op, "gaussian_order", gaussian_order, problem.N, points);
-  return problem;
-}
-
 namespace gaussian_field {
 
-// The arguments of a call, dense.
+// The arguments of a call, checked and dense.
 struct GaussianTensors {
-  GaussianProblem problem;
   Tensor points, means, cholesky;
+  GaussianProblem problem;
+
+  GaussianTensors(const char* op, const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in)
+      : points(dense(points_in)), means(dense(means_in)), cholesky(dense(cholesky_in)) {
+    check_shape(op, "points", points, {"B", 3});
+    check_sum_type(op, "points", points);
+    check_like(op, "means", means, {"N", 3}, "points", points);
+    problem = {points.size(0), means.size(0)};
+    check_like(op, "cholesky", cholesky, {{"N", problem.N}, 3, 3}, "points", points);
+  }
 };
 struct FieldTensors : GaussianTensors {
   Tensor weights, point_order, gaussian_order;
   double tolerance;
+
+  FieldTensors(const char* op, const Tensor& points, const Tensor& means, const Tensor& cholesky,
+               const Tensor& weights_in, const Tensor& point_order_in, const Tensor& gaussian_order_in,
+               double tolerance)
+      : GaussianTensors(op, points, means, cholesky),
+        weights(dense(weights_in)),
+        point_order(dense(point_order_in)),
+        gaussian_order(dense(gaussian_order_in)),
+        tolerance(tolerance) {
+    check_like(op, "weights", weights, {problem.N}, "points", points);
+    check_order(op, "point_order", point_order, problem.B, points);
+    check_order(op, "gaussian_order", gaussian_order, problem.N, points);
+  }
 };
 
 // What a backward reads and writes. Distances have no weights.
@@ -138,11 +141,9 @@ struct GaussianGradients {
 // compute_distances(device, tensors, output) and compute_distance_gradients(device, tensors, gradients) write results.
 template <typename Device>
 Tensor distances(const Tensor& points, const Tensor& means, const Tensor& cholesky) {
-  constexpr const char* op = "mahalanobis_distance";
-  const auto problem = check_gaussians(op, points, means, cholesky);
-  const Device device(op, points);
-  const GaussianTensors tensors{problem, dense(points), dense(means), dense(cholesky)};
-  Tensor output = new_empty(points, {problem.B, problem.N});
+  const GaussianTensors tensors("mahalanobis_distance", points, means, cholesky);
+  const Device device("mahalanobis_distance", points);
+  Tensor output = new_empty(points, {tensors.problem.B, tensors.problem.N});
   compute_distances(device, tensors, output);
   return output;
 }
@@ -151,10 +152,10 @@ template <typename Device>
 std::tuple<Tensor, Tensor, Tensor> distances_backward(const Tensor& grad_output, const Tensor& points,
                                                       const Tensor& means, const Tensor& cholesky) {
   constexpr const char* op = "mahalanobis_distance_backward";
-  const auto problem = check_gaussians(op, points, means, cholesky);
+  const GaussianTensors tensors(op, points, means, cholesky);
+  const GaussianProblem problem = tensors.problem;
   check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"N", problem.N}}, "points", points);
   const Device device(op, points);
-  const GaussianTensors tensors{problem, dense(points), dense(means), dense(cholesky)};
   GaussianGradients gradients(grad_output, tensors);
   compute_distance_gradients(device, tensors, gradients);
   gradients.zero_empty_sums(problem);
@@ -166,14 +167,9 @@ template <typename Device>
 Tensor field(const Tensor& points, const Tensor& means, const Tensor& cholesky, const Tensor& weights,
              const Tensor& point_order, const Tensor& gaussian_order, double tolerance) {
   constexpr const char* op = "gaussian_field";
-  const auto problem = check_gaussian_field(op, points, means, cholesky, weights, point_order, gaussian_order);
+  const FieldTensors tensors(op, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
   const Device device(op, points);
-  const FieldTensors tensors{{problem, dense(points), dense(means), dense(cholesky)},
-                             dense(weights),
-                             dense(point_order),
-                             dense(gaussian_order),
-                             tolerance};
-  Tensor output = new_empty(points, {problem.B});
+  Tensor output = new_empty(points, {tensors.problem.B});
   compute_field(device, tensors, output);
   return output;
 }
@@ -184,19 +180,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> field_backward(const Tensor& grad_out
                                                           const Tensor& weights, const Tensor& point_order,
                                                           const Tensor& gaussian_order, double tolerance) {
   constexpr const char* op = "gaussian_field_backward";
-  const auto problem = check_gaussian_field(op, points, means, cholesky, weights, point_order, gaussian_order);
-  check_like(op, "grad_output", grad_output, {problem.B}, "points", points);
+  const FieldTensors tensors(op, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
+  check_like(op, "grad_output", grad_output, {tensors.problem.B}, "points", points);
   const Device device(op, points);
-  const FieldTensors tensors{{problem, dense(points), dense(means), dense(cholesky)},
-                             dense(weights),
-                             dense(point_order),
-                             dense(gaussian_order),
-                             tolerance};
   GaussianGradients gradients(grad_output, tensors);
   gradients.weights = new_like(weights);
   compute_field_gradients(device, tensors, gradients);
-  gradients.zero_empty_sums(problem);
-  if (problem.B == 0) zero_(gradients.weights);
+  gradients.zero_empty_sums(tensors.problem);
+  if (tensors.problem.B == 0) zero_(gradients.weights);
   return {gradients.points, gradients.means, gradients.cholesky, gradients.weights};
 }
 

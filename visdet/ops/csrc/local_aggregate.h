@@ -23,7 +23,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "common/aten.h"
 #include "common/each.h"
@@ -159,10 +158,7 @@ Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor&
     const Aggregate<A, false> compute{C, superquadrics, point, gaussian, grad, of_points, of_gaussians, to};
     device.each(N, G / 4 + 1, compute);
   });
-  if (!grad_output_in) return result;
-  const int64_t first = 0;
-  const std::optional<torch::headeronly::IntHeaderOnlyArrayRef> over_slices({&first, 1});
-  return call("aten::sum", "dim_IntList", result, over_slices, false, std::nullopt);
+  return grad_output_in ? sum_of_slices(result) : result;
 }
 
 template <typename Device>

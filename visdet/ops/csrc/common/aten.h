@@ -32,6 +32,9 @@ Tensor call(const char* name, const char* overload, const Tensor& input, const A
   return call_for<1>(name, overload, input, arguments...)[0];
 }
 
+// The sum of the slices [i, ...] of a tensor.
+Tensor sum_of_slices(const Tensor& slices);
+
 // The memory of a contiguous tensor from `offset` elements on, with these sizes, contiguous, and within it. No operator
 // is called.
 Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t offset = 0);

@@ -139,6 +139,12 @@ Tensor converted(const Tensor& tensor, ScalarType type) {
   return call("aten::to", "dtype", tensor, type, false, false, std::nullopt);
 }
 
+Tensor sum_of_slices(const Tensor& slices) {
+  const int64_t first = 0;
+  const std::optional<torch::headeronly::IntHeaderOnlyArrayRef> over({&first, 1});
+  return call("aten::sum", "dim_IntList", slices, over, false, std::nullopt);
+}
+
 Tensor copied(const Tensor& tensor) { return call("aten::clone", "", tensor, std::nullopt); }
 
 namespace {
