@@ -194,6 +194,7 @@ def test_arguments_are_checked_whoever_constructs():
             "img_scale and size, which are the same",
         ),
         (TRANSFORMS, dict(type="Mosaic", size=(3, 3), center_ratio_range=(0, 1)), "between 0.3 and 0.7"),
+        (TRANSFORMS, dict(type="MixUp", ratio_range=(0.5, 1.5)), r"write share=\(least, most\)"),
         (TRANSFORMS, dict(type="LoadAnnotations", with_seg=True), "with_seg must be False.* got True"),
         (MODELS, dict(type="DetDataPreprocessor", batch_augments=[]), "batch_augments must be None"),
         (MODELS, dict(type="CrossEntropyLoss", ignore_index=255), "ignore_index must be None"),
@@ -210,6 +211,7 @@ def test_every_registry_checks(registry, config, message):
     "registry, config",
     [
         (TRANSFORMS, dict(type="Mosaic", img_scale=(64, 48), bbox_clip_border=True, pad_val=114.0)),
+        (TRANSFORMS, dict(type="MixUp", flip_ratio=0, pad_val=114.0, max_iters=15)),
         (TRANSFORMS, dict(type="LoadAnnotations", with_seg=False, poly2mask=True, box_type="hbox")),
         (MODELS, dict(type="DetDataPreprocessor", pad_seg=False, seg_pad_value=255, batch_augments=None)),
         (MODELS, dict(type="CrossEntropyLoss", ignore_index=None, avg_non_ignore=False)),

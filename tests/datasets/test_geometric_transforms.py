@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torchvision import tv_tensors
 
 from visdet.datasets.transforms import (
+    MixUp,
     Mosaic,
+    Pad,
     PhotoMetricDistortion,
     RandomChoice,
     RandomChoiceResize,
@@ -173,11 +175,12 @@ def test_random_sizes():
 @given(
     scenes(),
     st.integers(0, 2**31),
-    st.sampled_from(["absolute", "absolute_range"]),
+    st.sampled_from(["absolute", "absolute_range", "relative", "relative_range"]),
 )
 def test_crop(scene, seed, crop_type):
     torch.manual_seed(seed)
-    results = RandomCrop((17, 23), crop_type, allow_negative_crop=True)(painted(*scene))
+    crop_size = (0.4, 0.7) if crop_type.startswith("relative") else (17, 23)
+    results = RandomCrop(crop_size, crop_type, allow_negative_crop=True)(painted(*scene))
     check_consistent(results)
     found = white_box(results)
     assert results["gt_bboxes"].tolist() == ([] if found is None else [found])
@@ -188,6 +191,10 @@ def test_crop(scene, seed, crop_type):
         assert min(17, scene[1]) <= width <= min(23, scene[1]) and min(17, scene[0]) <= height <= min(
             23, scene[0]
         )
+    if crop_type == "relative":
+        assert (width, height) == (int(scene[1] * 0.4 + 0.5), int(scene[0] * 0.7 + 0.5))
+    if crop_type == "relative_range":  # The first number is that of the height.
+        assert scene[0] * 0.4 - 0.5 <= height <= scene[0] and scene[1] * 0.7 - 0.5 <= width <= scene[1]
 
 
 def test_crops_without_a_box():
@@ -199,6 +206,26 @@ def test_crops_without_a_box():
     unclipped = RandomCrop((10, 10), bbox_clip_border=False)(painted(30, 30, (0, 0, 30, 30)))
     x1, y1, x2, y2 = unclipped["gt_bboxes"][0].tolist()
     assert (x2 - x1, y2 - y1) == (30, 30) and x1 <= 0 and y2 >= 10
+
+
+@QUICK
+@given(scenes(), st.integers(1, 33), st.booleans())
+def test_pad(scene, divisor, to_square):
+    results = Pad(size_divisor=divisor, pad_to_square=to_square, pad_val=9)(painted(*scene))
+    check_consistent(results)
+    assert results["gt_bboxes"].tolist() == [white_box(results)] == [list(scene[2])]
+    height, width = results["img_shape"]
+    assert height % divisor == width % divisor == 0 and height >= scene[0] and width >= scene[1]
+    if to_square:
+        assert height == width
+    assert (results["img"][:, scene[0] :] == 9).all() and (results["img"][:, :, scene[1] :] == 9).all()
+
+
+def test_pad_to_a_size():
+    results = Pad(size=(50, 40), pad_val=dict(img=7))(painted(20, 30, (0, 0, 5, 5)))
+    assert results["img_shape"] == results["pad_shape"] == (40, 50)
+    with pytest.raises(ValueError, match=r"Pad: size .*\(50, 40\) is smaller than the image, 60x20"):
+        Pad(size=(50, 40))(painted(20, 60, (0, 0, 5, 5)))
 
 
 @QUICK
@@ -246,15 +273,15 @@ def test_mosaic(seed, width, height):
     assert (results["gt_bboxes_labels"] == 3).all()
 
 
-def test_a_mosaic_joins_labels_and_flags_and_says_its_size():
+def test_mixing_joins_labels_and_flags_and_says_its_size():
     torch.manual_seed(0)
-    results = Mosaic(size=(90, 90), pipeline=[], prob=1.0)(mixed())
-    flags = results["gt_ignore_flags"]
-    assert len(flags) == len(results["gt_bboxes"]) == len(results["gt_bboxes_labels"]) and 0 < sum(
-        flags
-    ) < len(flags)
-    unchanged = Mosaic(size=(9, 9), pipeline=[], prob=0.0)(mixed())
-    assert unchanged["gt_bboxes"].tolist() == [[10, 8, 50, 32]]
+    results = MixUp(share=(0.5, 0.5), pipeline=[], prob=1.0)(mixed())
+    check_consistent(results)
+    assert results["gt_bboxes"].round().tolist() == [[10, 8, 50, 32], [5, 8, 41, 37]]
+    assert results["gt_ignore_flags"].tolist() == [False, True] and results["img_shape"] == (40, 60)
+    assert results["img"][0, 20, 45] == 127 and results["img"][0, 35, 20] == 63
+    for transform in (MixUp(pipeline=[], prob=0.0), Mosaic(size=(9, 9), pipeline=[], prob=0.0)):
+        assert transform(mixed())["gt_bboxes"].tolist() == [[10, 8, 50, 32]]
     rng = Random(5)
     sizes = [Mosaic(size=(30, 20), pipeline=[], prob=0.4).planned_size((7, 8), rng) for _ in range(200)]
     assert set(sizes) == {(20, 30), (7, 8)} and 50 < sizes.count((20, 30)) < 110
@@ -301,9 +328,20 @@ def test_random_choice():
         (RandomResize, dict(scale=[(1, 2), (3, 4)], ratio_range=(1, 2)), "RandomResize: scale must be"),
         (RandomFlip, dict(prob=1.5), "prob must be"),
         (RandomFlip, dict(prob=[0.1], direction=["horizontal", "vertical"]), "one per direction"),
-        (RandomCrop, dict(crop_size=(0.5, 0.5)), "RandomCrop: crop_size must be"),
-        (RandomCrop, dict(crop_size=(9, 9), crop_type="relative"), "crop_type must be"),
+        (RandomCrop, dict(crop_size=(0.5, 0.5)), "crop_type='absolute', crop_size must be"),
+        (
+            RandomCrop,
+            dict(crop_size=(0, 0.5), crop_type="relative"),
+            "crop_type='relative', crop_size must be",
+        ),
+        (
+            RandomCrop,
+            dict(crop_size=(2, 3), crop_type="relative_range"),
+            "crop_size must be .*above 0 and up to 1",
+        ),
         (RandomCrop, dict(crop_size=(9, 5), crop_type="absolute_range"), r"\(smallest, largest\)"),
+        (Pad, {}, "give either size, or size_divisor"),
+        (Pad, dict(size=(5, 5), size_divisor=2), "give either size, or size_divisor"),
         (RandomChoice, dict(transforms=[[]], prob=[0.4]), "1 numbers that sum to 1"),
         (TorchvisionTransform, dict(transform="RandomCorp"), "v2 has no transform 'RandomCorp'"),
         (TorchvisionTransform, dict(transform="GaussianBlur", kernel=3), "kernel"),

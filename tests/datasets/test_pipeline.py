@@ -97,6 +97,7 @@ def test_the_detr_recipe(detr_data):
 READ = dict(type="LoadImageFromFile")
 BOXES = dict(type="LoadAnnotations")
 MOSAIC = dict(type="Mosaic", size=(60, 80), prob=1.0)
+MIX_UP = dict(type="MixUp", prob=1.0, share=(0.5, 0.5))
 
 
 def red_pictures(folder):
@@ -112,17 +113,18 @@ def red_pictures(folder):
     "steps",
     [
         [READ, BOXES, MOSAIC],
-        [READ, BOXES, MOSAIC, MOSAIC],
+        [READ, BOXES, MIX_UP],
+        [READ, BOXES, MOSAIC, MIX_UP],
         [
             READ,
             BOXES,
             dict(type="RandomFlip", prob=1.0),
-            dict(type="RandomChoice", transforms=[[MOSAIC], [MOSAIC]]),
+            dict(type="RandomChoice", transforms=[[MOSAIC], [MIX_UP]]),
         ],
         [READ | dict(to_float32=True), BOXES, MOSAIC],
         [READ, BOXES, MOSAIC | dict(pipeline=[READ | dict(channel_order="rgb"), BOXES])],
     ],
-    ids=["mosaic", "two", "nested", "float", "own"],
+    ids=["mosaic", "mixup", "both", "nested", "float", "own"],
 )
 @pytest.mark.parametrize("order", ["bgr", "rgb"])
 def test_other_images_are_read_by_the_steps_of_the_data_set(tmp_path, order, steps, test_mode):
@@ -144,5 +146,5 @@ def test_joining_without_other_images_is_one_message(tmp_path):
     red_pictures(tmp_path)
     with pytest.raises(ValueError, match="Mosaic: the data set gives no other images"):
         TRANSFORMS.build(MOSAIC)({"img": colour_image()})
-    with pytest.raises(ValueError, match="Mosaic: the pipeline of the data set has no step before the one"):
-        build(tmp_path, pipeline=[MOSAIC])[0]
+    with pytest.raises(ValueError, match="MixUp: the pipeline of the data set has no step before the one"):
+        build(tmp_path, pipeline=[MIX_UP])[0]

@@ -111,10 +111,14 @@ STEPS = [
     dict(type="RandomFlip", prob=[0.3, 0.3], direction=["horizontal", "vertical"]),
     dict(type="RandomCrop", crop_size=(30, 20)),
     dict(type="RandomCrop", crop_size=(10, 40), crop_type="absolute_range", allow_negative_crop=True),
+    dict(type="RandomCrop", crop_size=(0.5, 0.7), crop_type="relative_range", allow_negative_crop=True),
+    dict(type="Pad", size_divisor=32),
+    dict(type="Pad", size_divisor=8, pad_to_square=True),
     dict(type="PhotoMetricDistortion"),
     dict(type="FilterAnnotations", keep_empty=False),
     dict(type="TorchvisionTransform", transform="ColorJitter", brightness=0.2),
     dict(type="Mosaic", size=(50, 40), pipeline=[Paint(), dict(type="LoadAnnotations")]),
+    dict(type="MixUp", pipeline=[Paint(), dict(type="LoadAnnotations"), MULTI_SCALE[1]]),
     dict(type="RandomChoice", transforms=[[dict(type="RandomFlip", prob=0.5)], MULTI_SCALE], prob=[0.7, 0.3]),
 ]
 

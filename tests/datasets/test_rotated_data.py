@@ -58,6 +58,7 @@ def overlap(results):
         ("Resize", dict(scale=(300, 150))),
         ("Resize", dict(scale=(90, 200), keep_ratio=True)),
         ("RandomCrop", dict(crop_size=(90, 90))),
+        ("Pad", dict(size_divisor=64)),
         ("RandomHorizontalFlip", dict(p=1.0)),
         ("RandomVerticalFlip", dict(p=1.0)),
         ("RandomRotation", dict(degrees=90, interpolation=2)),
@@ -97,6 +98,11 @@ def test_images_that_are_joined_keep_their_boxes():
             whole += shared(said, seen) > 0.9
             total += 1
     assert total >= 30 and whole >= 0.5 * total
+    mixed = TRANSFORMS.build(dict(type="MixUp", share=(0.5, 0.5), prob=1.0, pipeline=[lambda record: record]))
+    results = mixed({**drawn(0), "draw_record": lambda: drawn(1, 80, 100)})
+    assert results["gt_bboxes_labels"].tolist() == [0, 1]
+    results["img"] = (results["img"] > 64) * 255
+    assert overlap(results) > 0.9
 
 
 def test_boxes_whose_centre_is_outside_are_dropped():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         VectorizeMap,
     )
     from .formatting import PackDetInputs
-    from .geometric import RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
+    from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
     from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
     from .multi_view import (
         LoadMultiViewImageFromFiles,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ResizeCropFlipImage,
     )
     from .photometric import PhotoMetricDistortion, PhotoMetricDistortionMultiViewImage
-    from .wrappers import Mosaic, RandomChoice, TorchvisionTransform
+    from .wrappers import MixUp, Mosaic, RandomChoice, TorchvisionTransform
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -39,12 +39,14 @@ else:
             "LoadImageFromFile": "loading",
             "LoadMultiViewImageFromFiles": "multi_view",
             "LoadPointsFromFile": "multi_view",
+            "MixUp": "wrappers",
             "Mosaic": "wrappers",
             "MultiScaleDepthMapGenerator": "multi_view",
             "NormalizeMultiviewImage": "multi_view",
             "NuScenesSparse4DAdaptor": "driving",
             "PackDetInputs": "formatting",
             "PackDrivingInputs": "driving",
+            "Pad": "geometric",
             "PhotoMetricDistortion": "photometric",
             "PhotoMetricDistortionMultiViewImage": "photometric",
             "RandomChoice": "wrappers",

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import cv2
+import numpy as np
 import torch
 from mmengine.structures import InstanceData
+from torch import Tensor
 
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
@@ -11,6 +14,21 @@ from visdet.structures.class_names import checked_names
 from visdet.structures.rotated_boxes import polygons_to_boxes
 
 from .base import BaseTransform
+
+_DTYPES = (torch.uint8, torch.float32)
+_MOST_CHANNELS = 4
+
+
+def split_channels(image: Tensor) -> Tensor:
+    """Return an image [C, H, W] as a contiguous tensor."""
+    C, H, W = image.shape
+    is_interleaved = 1 < C <= _MOST_CHANNELS and image.stride(0) == 1 and image.stride(2) == C
+    if not is_interleaved or image.dtype not in _DTYPES or min(H, W) == 0 or image.device.type != "cpu":
+        return image.contiguous()
+    pixels = image.as_subclass(Tensor).permute(1, 2, 0).numpy()
+    channels = np.empty(image.shape, pixels.dtype)
+    cv2.split(pixels, list(channels))  # writes into these arrays, since they have the right sizes
+    return torch.from_numpy(channels)
 
 
 @TRANSFORMS.register_module()
@@ -65,4 +83,4 @@ class PackDetInputs(BaseTransform):
                 fields = {key: value[~is_ignored] for key, value in fields.items()}
             sample.gt_instances = InstanceData(**fields)
             sample.ignored_instances = InstanceData(**ignored)
-        return {"inputs": results["img"].as_subclass(torch.Tensor).contiguous(), "data_samples": sample}
+        return {"inputs": split_channels(results["img"].as_subclass(torch.Tensor)), "data_samples": sample}

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Above0, Positive, Share, also_takes, checked_value
+from visdet.checks.arguments import Above0, Positive, Range, Share, also_takes, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -15,6 +15,7 @@ from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
 from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
+_Part = Annotated[float, Range(0, 1, is_open=True)]
 
 
 @TRANSFORMS.register_module()
@@ -213,9 +214,11 @@ class RandomCrop(BaseTransform):
     """Crops a random rectangle of the image, and drops the boxes outside it, also turned ones whose centre is outside.
 
     Args:
-        crop_size: (width, height) of the crop in pixels, which never exceeds the image, or for ``'absolute_range'`` the
-            smallest and the largest side, between which height and width are drawn separately.
-        crop_type: ``'absolute'`` or ``'absolute_range'``.
+        crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
+        crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels, and for
+            ``'relative'`` in parts of the image's. For ``'absolute_range'`` it is the smallest and the largest side in
+            pixels, and height and width are drawn separately. For ``'relative_range'`` it is the smallest (height,
+            width) in parts of the image's, and the largest is the image's.
         allow_negative_crop: accept a crop without any box. ``False`` returns ``None``, so that another image is taken.
         recompute_bbox: must be ``False``, because it needs instance masks, which visdet does not have.
         bbox_clip_border: clip the boxes to the crop.
@@ -228,17 +231,20 @@ class RandomCrop(BaseTransform):
 
     def __init__(
         self,
-        crop_size: tuple[Positive, Positive],
-        crop_type: Literal["absolute", "absolute_range"] = "absolute",
+        crop_size: tuple[float, float],
+        crop_type: Literal["absolute", "absolute_range", "relative", "relative_range"] = "absolute",
         allow_negative_crop: bool = False,
         recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
+        kind: Any = _Part if crop_type.startswith("relative") else Positive
+        self.crop_size: Any = checked_value(
+            f"RandomCrop: with crop_type={crop_type!r}, crop_size", crop_size, tuple[kind, kind]
+        )
         if crop_type == "absolute_range" and crop_size[0] > crop_size[1]:
             raise InvalidInputError(
                 f"RandomCrop: crop_size must be (smallest, largest) for 'absolute_range', got {crop_size}"
             )
-        self.crop_size = crop_size
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
@@ -248,8 +254,13 @@ class RandomCrop(BaseTransform):
         first, second = self.crop_size
         if self.crop_type == "absolute":
             height, width = min(second, size[0]), min(first, size[1])
-        else:
+        elif self.crop_type == "absolute_range":
             height, width = (uniform_int(min(first, side), min(second, side), rng=rng) for side in size)
+        else:
+            parts = [second, first]
+            if self.crop_type == "relative_range":
+                parts = [uniform(least, 1, rng=rng) for least in self.crop_size]
+            height, width = (max(1, int(side * part + 0.5)) for side, part in zip(size, parts, strict=True))
         top = uniform_int(0, size[0] - height, rng=rng)
         return top, uniform_int(0, size[1] - width, rng=rng), height, width
 
@@ -268,6 +279,72 @@ class RandomCrop(BaseTransform):
             set_boxes(results, boxes, kept)
             if self.bbox_clip_border:
                 set_boxes(results, clipped(results["gt_bboxes"]))
+        return results
+
+
+@TRANSFORMS.register_module()
+class Pad(BaseTransform):
+    """Adds a border on the right and at the bottom. ``img_shape`` becomes the padded size, and boxes stay as they are.
+
+    The data preprocessor of a model pads batches, so that this transform is needed for fixed sizes only.
+
+    Args:
+        size: the padded (width, height), or one number for both.
+        size_divisor: pad height and width to multiples of this number.
+        pad_to_square: pad to a square first.
+        pad_val: the value of the border: a number, one number per channel, or ``dict(img=...)`` of these. Other keys of
+            the dict have no effect.
+        padding_mode: must be ``'constant'``.
+
+    Raises:
+        ValueError: an argument is not valid, or the image is larger than ``size``.
+
+    Source: mmcv's Pad.
+    """
+
+    def __init__(
+        self,
+        size: Positive | tuple[Positive, Positive] | None = None,
+        size_divisor: Positive | None = None,
+        pad_to_square: bool = False,
+        pad_val: float | Sequence[float] | dict = 0,
+        padding_mode: Literal["constant"] = "constant",
+    ) -> None:
+        if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
+            raise InvalidInputError(
+                "Pad: give either size, or size_divisor and/or pad_to_square, "
+                f"got {size=}, {size_divisor=}, {pad_to_square=}"
+            )
+        value = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val
+        self.pad_val = checked_value("Pad: pad_val", value, float | tuple[float, float, float])
+        self.size = None if size is None else _pair(size)
+        self.size_divisor = size_divisor
+        self.pad_to_square = pad_to_square
+
+    def planned_size(self, size: tuple[int, int], rng: Random | None = None) -> tuple[int, int]:
+        height, width = size
+        target_w, target_h = self.size if self.size is not None else (width, height)
+        if self.pad_to_square:
+            target_w = target_h = max(width, height)
+        if self.size_divisor is not None:
+            target_w, target_h = (
+                -(-side // self.size_divisor) * self.size_divisor for side in (target_w, target_h)
+            )
+        return target_h, target_w
+
+    def transform(self, results: dict) -> dict:
+        height, width = results["img_shape"]
+        target_h, target_w = self.planned_size((height, width))
+        if target_w < width or target_h < height:
+            raise InvalidInputError(
+                f"Pad: size (width, height) = {self.size} is smaller than the image, {width}x{height}: "
+                f"{results.get('img_path')}"
+            )
+        border = [0, 0, target_w - width, target_h - height]
+        set_image(results, F.pad(results["img"], border, fill=self.pad_val))
+        results["pad_shape"] = results["img_shape"]
+        if "gt_bboxes" in results:
+            set_boxes(results, results["gt_bboxes"])
         return results
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from mmengine.dataset import Compose
+from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -91,24 +92,78 @@ class TorchvisionTransform(BaseTransform):
         return results
 
 
-@TRANSFORMS.register_module()
-class Mosaic(BaseTransform):
-    """Fills four rectangles around a random point with the image and three others, each scaled to cover its rectangle.
-
-    What goes beyond a rectangle is cut off. Boxes are clipped to what is left of their image, and those that are then
-    less than one pixel wide or high are dropped. Turned boxes are not clipped, but dropped if their centre is outside.
+class MixingTransform(BaseTransform):
+    """Joins an image with others of its data set.
 
     A CocoDataset gives the other images by ``draw_record`` and its own pipeline by ``pipeline`` of the results. The
-    steps of that pipeline before the first mosaic read the other images as they read this one.
+    steps of that pipeline before the first one that joins images read the other images as they read this one.
 
     Args:
-        size: the (width, height) of the result.
         pipeline: the transforms that read another image and its annotations, instead of those of the data set.
         prob: the probability that images are joined.
 
     Raises:
         ValueError: the data set gives no other images, or no ``pipeline`` is given and that of the data set has no step
-            before the mosaic.
+            before the one that joins images.
+    """
+
+    def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
+        self._read: Compose | None = None
+        if pipeline is not None:
+            self._read = Compose(built(pipeline))
+        self.prob = prob
+
+    def others(self, results: dict, number: int) -> list[dict]:
+        """Return the results of other images, which are drawn at random.
+
+        They do not draw from the random numbers of the sample, by which the size of the result is planned.
+        """
+        if "draw_record" not in results:
+            raise InvalidInputError(
+                f"{type(self).__name__}: the data set gives no other images to join, as a CocoDataset does"
+            )
+        read = self._read or self._reader_of(results.get("pipeline"))
+        found = [Context().run(read, results["draw_record"]()) for _ in range(number)]
+        return [other for other in found if other is not None]
+
+    def _reader_of(self, pipeline: Compose | None) -> Compose:
+        """Return the steps of the pipeline of a data set before the first one that joins images."""
+        steps = list(takewhile(_joins_nothing, getattr(pipeline, "transforms", ())))
+        if not steps:
+            raise InvalidInputError(
+                f"{type(self).__name__}: the pipeline of the data set has no step before the one that joins images; "
+                "give pipeline=[...], the transforms that read another image and its annotations"
+            )
+        return Compose(steps)
+
+    def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:
+        """Return the results with an image and with the boxes of all parts, which are in its pixels."""
+        set_image(results, image)
+        for key in PER_BOX:
+            # Images without boxes, and all images outside of tests, have no areas.
+            values = [part[key] for part in parts if key in part]
+            if values:
+                results[key] = torch.cat(values)
+        boxes = torch.cat([part["gt_bboxes"].as_subclass(Tensor) for part in parts])
+        set_large_boxes(results, boxes)
+        return results
+
+
+def _joins_nothing(step: Any) -> bool:
+    """Return whether neither a step of a pipeline nor one within it joins images."""
+    return not isinstance(step, MixingTransform) and all(map(_joins_nothing, getattr(step, "transforms", ())))
+
+
+@TRANSFORMS.register_module()
+class Mosaic(MixingTransform):
+    """Fills four rectangles around a random point with the image and three others, each scaled to cover its rectangle.
+
+    What goes beyond a rectangle is cut off. Boxes are clipped to what is left of their image, and those that are then
+    less than one pixel wide or high are dropped. Turned boxes are not clipped, but dropped if their centre is outside.
+
+    Args:
+        size: the (width, height) of the result.
+        pipeline, prob: see :class:`MixingTransform`.
 
     Source: the name is YOLOv4's (arXiv 2004.10934). Difference: no part of the result is empty.
     """
@@ -122,8 +177,7 @@ class Mosaic(BaseTransform):
         pipeline: Sequence[dict | Callable] | None = None,
         prob: Share = 0.5,
     ) -> None:
-        self._read = None if pipeline is None else Compose(built(pipeline))
-        self.prob = prob
+        super().__init__(pipeline, prob)
         self.size = size
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
@@ -132,7 +186,7 @@ class Mosaic(BaseTransform):
     def transform(self, results: dict) -> dict:
         if uniform(0, 1, rng=sample_draws()) >= self.prob:
             return results
-        parts = [dict(results), *self._others(results)]
+        parts = [dict(results), *self.others(results, 3)]
         (width, height), (x, y) = self.size, (int(side * uniform(0.3, 0.7)) for side in self.size)
         image = results["img"].new_zeros(3, height, width)
         places = [(0, 0, x, y), (x, 0, width, y), (0, y, x, height), (x, y, width, height)]
@@ -147,39 +201,45 @@ class Mosaic(BaseTransform):
             image[:, top:bottom, left:right] = part["img"]
             set_large_boxes(part, clipped(boxes))
             part["gt_bboxes"] = moved(part["gt_bboxes"], left, top)
-        set_image(results, image)
-        for key in (*PER_BOX, "gt_bboxes"):
-            # Images without boxes, and all images outside of tests, have no areas.
-            values = [part[key] for part in parts if key in part]
-            if values:
-                results[key] = torch.cat(values)
-        set_large_boxes(results, results["gt_bboxes"])
+        return self.joined(results, image, parts)
+
+
+@TRANSFORMS.register_module()
+class MixUp(MixingTransform):
+    """Blends the image with another one, which is scaled to its size. The boxes of both count.
+
+    Args:
+        share: the range of the part of the other image.
+        pipeline, prob: see :class:`MixingTransform`.
+
+    Source: mixup (arXiv 1710.09412), for detection as in YOLOX (arXiv 2107.08430).
+    """
+
+    keeps_size = True
+
+    # The other image is resized to the size of the first one, so that nothing is padded, and any image will do.
+    @also_takes(bbox_clip_border=True, flip_ratio=0, pad_val=..., max_iters=...)
+    @with_other_names(
+        {
+            "img_scale": "nothing: the other image is resized to the size of the first one",
+            "ratio_range": "share=(least, most) of the other image",
+        }
+    )
+    def __init__(
+        self,
+        share: tuple[Share, Share] = (0.4, 0.5),
+        pipeline: Sequence[dict | Callable] | None = None,
+        prob: Share = 0.5,
+    ) -> None:
+        super().__init__(pipeline, prob)
+        self.share = share
+
+    def transform(self, results: dict) -> dict:
+        others: list[Any] = self.others(results, 1) if uniform(0, 1) < self.prob else []
+        for other in others:
+            size = list(results["img_shape"])
+            share = uniform(*self.share)
+            image = results["img"].float() * (1 - share) + F.resize(other["img"], size).float() * share
+            other["gt_bboxes"] = F.resize(other["gt_bboxes"], size)
+            results = self.joined(results, image.to(results["img"].dtype), [dict(results), other])
         return results
-
-    def _others(self, results: dict) -> list[dict]:
-        """Return the results of three other images, which are drawn at random.
-
-        They do not draw from the random numbers of the sample, by which the size of the result is planned.
-        """
-        if "draw_record" not in results:
-            raise InvalidInputError(
-                "Mosaic: the data set gives no other images to join, as a CocoDataset does"
-            )
-        read = self._read or self._reader_of(results.get("pipeline"))
-        found = [Context().run(read, results["draw_record"]()) for _ in range(3)]
-        return [other for other in found if other is not None]
-
-    def _reader_of(self, pipeline: Compose | None) -> Compose:
-        """Return the steps of the pipeline of a data set before the first one that joins images."""
-        steps = list(takewhile(_joins_nothing, getattr(pipeline, "transforms", ())))
-        if not steps:
-            raise InvalidInputError(
-                "Mosaic: the pipeline of the data set has no step before the one that joins images; "
-                "give pipeline=[...], the transforms that read another image and its annotations"
-            )
-        return Compose(steps)
-
-
-def _joins_nothing(step: Any) -> bool:
-    """Return whether neither a step of a pipeline nor one within it joins images."""
-    return not isinstance(step, Mosaic) and all(map(_joins_nothing, getattr(step, "transforms", ())))
