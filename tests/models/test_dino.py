@@ -18,8 +18,7 @@ from training_steps import backward
 from visdet.engine import AmpOptimWrapper
 from visdet.execution.tensor_tree import map_tensors
 from visdet.models import CdnQueryGenerator
-from visdet.models.boxes import cxcywh_to_xyxy, inverse_sigmoid
-from visdet.models.matching import PaddedTargets
+from visdet.models.boxes import inverse_sigmoid
 from visdet.registry import MODELS
 
 build = functools.partial(variant, "dino")
@@ -102,25 +101,14 @@ def test_boxes_are_padded_to_few_numbers(count, room):
     assert build().training_batch(images, samples).targets.labels.shape == (2, room)
 
 
-def test_noise_is_within_its_scales():
-    generator = CdnQueryGenerator(
-        1000, 8, label_noise_scale=0.5, box_noise_scale=0.4, group_cfg={"dynamic": False, "num_groups": 500}
-    )
-    generator.label_embedding.weight.data = torch.arange(1000.0).unsqueeze(1).expand(-1, 8)
-    _, samples = batch((1, 1))
-    targets = PaddedTargets.from_samples(samples, [(64, 96)] * 2, torch.device("cpu"))
-    queries = generator(targets, torch.tensor([1, 1]))
-    is_positive = torch.arange(1000) % 2 == 0
-    assert torch.equal(queries.targets == 0, is_positive.expand(2, -1))
-    boxes = cxcywh_to_xyxy(queries.references)
-    true = (targets.boxes_px / targets.image_whwh).expand_as(boxes)
-    sides = (true[..., 2:] - true[..., :2]).repeat(1, 1, 2)
-    moved = (boxes - true).abs() / (sides * 0.2)
-    inside = (boxes > 0.01) & (boxes < 0.99)
-    assert (moved[:, is_positive] <= 1.01).all()
-    assert (moved[:, ~is_positive][inside[:, ~is_positive]] >= 0.98).all() and (moved <= 2.02).all()
-    replaced = (queries.query[..., 0] != targets.labels).float().mean()
-    assert 0.2 < replaced < 0.3
+def test_draws_are_uniform():
+    """What denoising queries are made of; mmdet's numbers say how."""
+    torch.manual_seed(0)
+    chances, labels, signs, sizes = CdnQueryGenerator(10, 8).draw(2, 5000, torch.device("cpu"))
+    for numbers, last in ((chances, 1), (labels, 9), (signs.clamp(min=0), 1), (sizes, 1)):
+        assert numbers.min() >= 0 and numbers.max() <= last
+        assert 0.48 * last < numbers.double().mean() < 0.52 * last
+    assert signs.unique().tolist() == [-1, 1] and labels.shape == (2, 5000) and sizes.shape == (2, 5000, 4)
 
 
 def test_autocast(device):

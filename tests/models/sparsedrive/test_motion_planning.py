@@ -11,42 +11,12 @@ from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
     InstanceQueue,
     InstanceQueueState,
-    MotionTarget,
-    PlanningTarget,
     SparseBox3DKeyPointsGenerator,
 )
-from visdet.models.sparsedrive.base_target import padded_rows
 from visdet.models.sparsedrive.motion.motion_planning_head import (
     MotionPlanningHead,
 )
-from visdet.models.sparsedrive.motion.motion_target import best_modes
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
-
-
-def per_sample(values, prefix):
-    count = sum(key.startswith(f"{prefix}/") for key in values)
-    return [values[f"{prefix}/{i}"] for i in range(count)]
-
-
-def test_targets_match_golden():
-    config, _, given, expected = module_case("MotionTarget_PlanningTarget")
-    predicted, device = given["reg_pred"], given["reg_pred"].device
-    targets, masks = (padded_rows(per_sample(given, name), device) for name in ("gt_trajs", "gt_masks"))
-    index = torch.full(predicted.shape[:2], targets.shape[1])  # without a box
-    matches = zip(per_sample(given, "pred_index"), per_sample(given, "gt_index"), strict=True)
-    for of_sample, (instances, boxes) in zip(index, matches, strict=True):
-        of_sample[instances] = boxes
-    target, weight = MotionTarget.futures(targets, masks, index)
-    mode, best = best_modes(predicted, target, weight)
-    outs = {"cls_target": mode, "cls_weight": weight.any(-1), "best_reg": best}
-    for name, value in {**outs, "reg_target": target, "reg_weight": weight}.items():
-        close(value, expected[f"motion/{name}"])
-    outs = PlanningTarget(**config).sample(
-        given["plan_cls"], given["plan_reg"], given["gt_ego_fut_trajs"], given["gt_ego_fut_masks"], given
-    )
-    names = ("cls_pred", "cls_target", "cls_weight", "best_reg", "reg_target", "reg_weight")
-    for value, name in zip(outs, names, strict=True):
-        close(value, expected[f"planning/{name}"])
 
 
 @pytest.mark.parametrize("variant", ["corrected", "no_rescore"])
@@ -69,42 +39,6 @@ def test_planning_decoder_matches_golden(variant):
     for i, result in enumerate(results):
         for name, value in result.items():
             close(value, expected[f"{variant}/{i}/{name}"])
-
-
-def planning_scene(agent_xy, logit=3.0, plans=2):
-    """Return raw outputs: one standing agent; plan 0 goes 6 m ahead in 6 steps, plan 1 stands."""
-    anchors = torch.zeros(1, 1, 11)
-    anchors[0, 0, :2] = torch.tensor(agent_xy)
-    anchors[0, 0, 3:6] = math.log(2.0)
-    anchors[0, 0, 7] = 1.0  # heading along x
-    steps = torch.zeros(1, 1, 3 * plans, 6, 2)
-    steps[:, :, ::plans, :, 1] = 1.0
-    logits = torch.zeros(1, 1, 3 * plans)
-    logits[..., ::plans] = 1.0
-    det = {"classification": [torch.full((1, 1, 2), logit)], "prediction": [anchors]}
-    motion = {"classification": [torch.zeros(1, 1, 6)], "prediction": [torch.zeros(1, 1, 6, 12, 2)]}
-    planning = {
-        "classification": [logits],
-        "prediction": [steps],
-        "anchor_queue": [torch.zeros(1, 1, 11)],
-        "period": torch.ones(1, 1, dtype=torch.int64),
-    }
-    return det, motion, planning, {"gt_ego_fut_cmd": torch.tensor([[0.0, 0, 1]])}
-
-
-@pytest.mark.parametrize(
-    "agent, logit, moved",
-    [
-        ((0.0, 7.5), 3.0, 0.0),  # in the way: the plan that stands wins
-        ((0.0, 7.5), -3.0, 6.0),  # the same, hardly seen
-        ((5.0, 7.5), 3.0, 6.0),  # beside the way
-        ((0.5, 1.0), 3.0, 6.0),  # every plan collides: none loses
-    ],
-)
-def test_plan_that_collides_loses(agent, logit, moved):
-    decoder = HierarchicalPlanningDecoder(6, 2, use_rescore=True)
-    (result,) = decoded(decoder, *planning_scene(agent, logit))
-    assert result["final_planning"][-1].tolist() == pytest.approx([0.0, moved])
 
 
 def make_queue(**changes):

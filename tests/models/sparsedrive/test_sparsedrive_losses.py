@@ -23,30 +23,6 @@ def gradients(loss, *inputs):
     return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
 
 
-def test_box_losses_match_golden():
-    _, _, given, expected = module_case("losses")
-    loss = MODELS.build(BOX_LOSS)
-    box, quality = given["box"].requires_grad_(), given["quality"].requires_grad_()
-    target = given["box_target"].clone()
-    out = loss(
-        box,
-        target,
-        weight=given["box_weight"],
-        avg_factor=given["avg_factor"],
-        prefix="det_",
-        suffix="_0",
-        quality=quality,
-        cls_target=given["cls_target"],
-    )
-    assert torch.equal(target, given["box_target"])
-    for name, value in out.items():
-        close(value, expected[f"box3d/{name}"])
-        for source, gradient in zip(("box", "quality"), gradients(value, box, quality), strict=True):
-            if f"box3d/{name}/grad_{source}" in expected:
-                close(gradient, expected[f"box3d/{name}/grad_{source}"])
-    close(loss.reversed_target(box, target, given["cls_target"]), expected["box3d/target_after_reverse"])
-
-
 def test_gaussian_focal_loss_and_line_loss_match_golden():
     config, _, given, expected = module_case("losses")
     gauss = GaussianFocalLoss(**config["gaussian_focal"])

@@ -4,25 +4,11 @@ import math
 
 import pytest
 import torch
-from sparsedrive_golden import built, close, matches_of
+from sparsedrive_golden import built, close
 
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.registry import TASK_UTILS
-
-
-def sample(sampler, cls, box, labels, boxes):
-    """Return (labels, values, weights, matches) for predictions [B, Q, ...] of one layer, or [L, B, Q, ...] of L.
-
-    The matches are those of the last layer; see ``matches_of``.
-    """
-    layers = (cls, box) if cls.dim() == 4 else (cls[None], box[None])
-    truth = sampler.ground_truth(labels, boxes, torch.device("cpu"))
-    pairs = sampler.pair_costs(*layers, truth)
-    index = assigned_instances({"": pairs}, {"": truth})[""].index
-    targets = sampler.targets_of(index, truth, pairs.ordering, cls.shape[-1])
-    targets = targets if cls.dim() == 4 else [values[0] for values in targets]
-    return *targets, matches_of(index[-1], truth.counts)
 
 
 def lists(values, name):
@@ -30,39 +16,14 @@ def lists(values, name):
     return [values[f"{name}/{i}"] for i in range(sum(key.startswith(f"{name}/") for key in values))]
 
 
-def assert_targets(out, expected, name):
-    """Compare the labels, the targets and the weights that a sampler gives."""
-    for actual, key in zip(out[:3], ("cls_target", name, "reg_weights"), strict=True):
-        close(actual, expected[key])
-
-
-def test_box_target_matches_golden():
-    sampler, given, expected = built("SparseBox3DTarget", registry=TASK_UTILS)
-    boxes, labels = lists(given, "gt_boxes"), lists(given, "gt_labels")
-    out = sample(sampler, given["cls_pred"], given["box_pred"], labels, boxes)
-    assert_targets(out, expected, "box_target")
-    for i in (0, 2):
-        close(out[3][i][0], expected[f"pred_index/{i}"])
-        close(out[3][i][1], expected[f"gt_index/{i}"])
-    assert len(out[3][1][0]) == 0
-    encoded = sampler.encode_reg_target(boxes)
-    for i in range(3):
-        close(encoded[i], expected[f"encoded_gt/{i}"])
-    truth = sampler.ground_truth(labels, boxes, torch.device("cpu"))
-    costs, ordering, _ = sampler.pair_costs(given["cls_pred"][None], given["box_pred"][None], truth)
-    assert ordering is None and truth.counts == [len(label) for label in labels]
-    for i in (0, 2):
-        total = expected[f"cls_cost/{i}"] + expected[f"box_cost/{i}"]
-        total = torch.where(total.isfinite(), total, 1e8)
-        close(costs[0, i, : truth.counts[i]].float(), total.T)
-    assert truth.counts[1] == 0
-
-
-def test_nan_and_infinite_costs_are_survived():
+def test_nan_is_survived_and_has_no_weight():
     sampler = SparseBox3DTarget()
     pred = torch.full((1, 4, 10), math.nan)
-    labels, *_ = sample(sampler, pred[..., :3], pred, [torch.tensor([1])], [torch.ones(1, 9)])
-    assert (labels == 1).sum() == 1
+    unknown = torch.tensor([[1.0] * 7 + [math.nan, 1.0]])
+    truth = sampler.ground_truth([torch.tensor([1])], [unknown], torch.device("cpu"))
+    pairs = sampler.pair_costs(pred[None, ..., :3], pred[None], truth)
+    assert (assigned_instances({"": pairs}, {"": truth})[""].index == 0).sum() == 1
+    assert truth.weights.tolist() == [[[1.0] * 8 + [0.0, 1.0]]]
 
 
 def test_lines_l1_cost_by_hand():
