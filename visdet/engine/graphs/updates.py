@@ -1,5 +1,6 @@
 """The update of the parameters, replayed as a CUDA graph."""
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -154,16 +155,15 @@ def why_not_a_graph(wrapper: Any) -> str:
 
 def key_of(wrapper: OptimWrapper) -> Hashable:
     """Return all that a graph of an update depends on besides numbers on the device and learning rates."""
-    optimizer = wrapper.optimizer
-    options, places = [], []
-    for group in optimizer.param_groups:
-        options.append(tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr")))
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                places += [parameter.data_ptr(), parameter.grad.data_ptr()]
-    for state in optimizer.state.values():
-        places += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
-    return tuple(options), hash(tuple(places)), repr(wrapper.clip_grad_kwargs)
+    groups = wrapper.optimizer.param_groups
+    options = tuple(
+        (name, repr(value)) for group in groups for name, value in group.items() if name not in ("params", "lr")
+    )
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    numbers = itertools.chain.from_iterable(state.values() for state in wrapper.optimizer.state.values())
+    places = [value.data_ptr() for value in (*parameters, *gradients, *numbers) if isinstance(value, Tensor)]
+    return options, hash(tuple(places)), repr(wrapper.clip_grad_kwargs)
 
 
 @contextmanager
