@@ -13,6 +13,7 @@ from .driving_world import World
 GROUND_Z = -1.84  # in the lidar frame, which has x to the right, y ahead and z up
 _NEAR = 0.3
 _FAR = 70.0  # of the points
+_MOST_POINTS = 34_720  # a sweep of nuScenes' lidar has as many
 _MAP_RANGE = 56.0  # the ground is painted up to this distance in metres
 _MAP_RESOLUTION = 0.2
 _MAP_SIZE = round(2 * _MAP_RANGE / _MAP_RESOLUTION)
@@ -131,7 +132,9 @@ class Renderer:
             points.append(_seen_points(view, face_ids, planes))
             noise = rng.integers(-_NOISE, _NOISE + 1, image.shape)
             images.append((image + noise).clip(0, 255).astype(np.uint8))
-        return Shot(images, visible, np.concatenate(points).astype(np.float32))
+        seen = np.concatenate(points).astype(np.float32)
+        every = -(-len(seen) // _MOST_POINTS)
+        return Shot(images, visible, seen[::every])
 
 
 def _paint_ground(world: World, lidar_pose: np.ndarray) -> np.ndarray:
