@@ -18,6 +18,7 @@ from .linear import Linear
 from .normalization import add_and_norm
 from .precision import as_autocast_input
 from .root_registration import register_in_root
+from .zero_rows import with_zero_rows
 
 
 @register_in_root
@@ -142,8 +143,7 @@ class MultiScaleDeformableAttention(BaseModule):
         query = as_autocast_input(query)
         value = self.value_proj(value)
         if key_padding_mask is not None:
-            # masked_fill would copy the values first, and their gradient, too.
-            value = torch.where(key_padding_mask.unsqueeze(-1), 0.0, value)
+            value = with_zero_rows(value, key_padding_mask)
         rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
         offsets = self.sampling_offsets(query).view(*rows, 2)
         if reference_points.shape[-1] == 5:
