@@ -157,7 +157,10 @@ def key_of(wrapper: OptimWrapper) -> Hashable:
     """Return all that a graph of an update depends on besides numbers on the device and learning rates."""
     groups = wrapper.optimizer.param_groups
     options = tuple(
-        (name, repr(value)) for group in groups for name, value in group.items() if name not in ("params", "lr")
+        (name, repr(value))
+        for group in groups
+        for name, value in group.items()
+        if name not in ("params", "lr")
     )
     parameters = [parameter for group in groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]

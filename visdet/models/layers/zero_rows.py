@@ -18,7 +18,7 @@ def with_zero_rows(rows: Tensor, is_zero: Tensor) -> Tensor:
 
 
 class _WithZeroRows(torch.autograd.Function):
-    """Chooses among numbers of 8 bytes instead of 2, because torch's kernel for a mask of rows computes a place a number."""
+    """Chooses numbers of 8 bytes, because the kernel of torch computes the place of each number."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, is_zero: Tensor) -> Tensor:
