@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
-from visdet.ops.fused import dropout_add_layer_norm
+from visdet.ops.fused import dropout_add_layer_norm, in_autocast_type
 
 
 def _draw_layer_norm(draw: Draw) -> Problem:
@@ -227,6 +227,29 @@ def test_relu_before_the_norm_keeps_nan_and_stops_gradients(p):
     bad[3, 5] = torch.nan
     found = dropout_add_layer_norm(bad, None, weight, bias, relu=True).isnan()
     assert found[3].all() and found.sum() == 64
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gradient_of_a_copy_is_added_to_that_of_the_output(dtype):
+    tensors = rows((8192, 64), dtype, torch.float32, "cuda")
+    with autocast(dtype):
+        output = dropout_add_layer_norm(*tensors)
+    copy = in_autocast_type(output, dtype)
+    assert torch.equal(copy, output.to(dtype)) and copy.dtype == dtype
+    of_output, of_copy = torch.randn_like(output), torch.randn_like(copy)
+    found = torch.autograd.grad((output, copy), tensors, (of_output, of_copy), retain_graph=True)
+    expected = torch.autograd.grad(output, tensors, of_output + of_copy.float(), retain_graph=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(copy, tensors, of_copy, retain_graph=True),
+        torch.autograd.grad(output, tensors, of_copy.float()),
+        rtol=0,
+        atol=0,
+    )
+    with torch.no_grad():
+        output += 1
+    assert in_autocast_type(output, dtype) is output
 
 
 REFUSED = [

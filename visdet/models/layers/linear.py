@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.ops.fused import autocast_linear, suits_autocast_linear
+from visdet.ops.fused import autocast_linear, in_autocast_type, suits_autocast_linear
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``input @ weight.T + bias``, [..., D], of [..., C], [D, C] and [D]; see ``Linear``."""
     if suits_autocast_linear(input, weight, bias):
-        return autocast_linear(input, weight, bias, torch.get_autocast_dtype("cuda"))
+        dtype = torch.get_autocast_dtype("cuda")
+        return autocast_linear(in_autocast_type(input, dtype), weight, bias, dtype)
     return F.linear(input, weight, bias)
 
 

@@ -5,9 +5,10 @@
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "dropout_add_layer_norm(Tensor input, Tensor? residual, Tensor weight, Tensor bias, Tensor? seed, float p,"
-      " bool relu, float eps) -> (Tensor output, Tensor statistics)");
+      " bool relu, float eps, bool copies) -> (Tensor output, Tensor copy, Tensor statistics)");
   m.def(
-      "dropout_add_layer_norm_backward(Tensor grad_output, Tensor input, Tensor? residual, Tensor weight,"
+      "dropout_add_layer_norm_backward(Tensor grad_output, Tensor? grad_copy, Tensor input, Tensor? residual, Tensor "
+      "weight,"
       " Tensor statistics, Tensor? seed, float p, bool relu)"
       " -> (Tensor grad_input, Tensor grad_residual, Tensor block_sums)");
 }

@@ -4,6 +4,7 @@ They are not part of the public list of operators. Elsewhere than on CUDA, torch
 """
 
 from .._registration import differentiable_once
+from .autocast_copy import in_autocast_type
 from .autocast_linear import autocast_linear, suits_autocast_linear
 from .batch_norm_add_relu import batch_norm_add_relu
 from .dropout_add_layer_norm import dropout_add_layer_norm
@@ -15,6 +16,7 @@ __all__ = [
     "batch_norm_add_relu",
     "differentiable_once",
     "dropout_add_layer_norm",
+    "in_autocast_type",
     "linear_sum_assignment",
     "parameter_gradients_go_to",
     "solves_assignments_on",

@@ -10,12 +10,14 @@ from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
 from ._gpu_rows import has_kernel, packed
+from .autocast_copy import give_copy
 from .parameter_gradients import parameter_gradients
 
 __all__ = ["dropout_add_layer_norm"]
 
 _PACK = CONSTANTS.get("norm_pack", 1)  # values that a thread holds side by side
 _MAX_CHANNELS = CONSTANTS.get("max_norm_channels", 0)
+_MIN_ROWS_TO_COPY = 8192  # of ``autocast_linear``, which reads the copies
 
 
 @declared(
@@ -41,7 +43,8 @@ def dropout_add_layer_norm(
     On a GPU, one kernel computes it, and one its gradients but for a sum over blocks. The mask of dropout is not kept:
     it follows from one random number, which torch's default generator draws on the device. So ``torch.manual_seed``
     governs it, and each replay of a CUDA graph draws anew. Gradients of weight and bias are summed in an order that is
-    always the same. The kernels compute in float32.
+    always the same. The kernels compute in float32. Under autocast, the kernel also writes a copy of many rows in
+    autocast's type (see ``autocast_copy``), whose gradient it adds to that of the output.
 
     Args:
         input: The output of a branch, in any float type.
@@ -72,8 +75,16 @@ def dropout_add_layer_norm(
             dropped if residual is None else residual + dropped, weight.shape, weight, bias, eps
         )
     if not torch.is_grad_enabled():  # a node of the autograd graph takes longer on the host than the operator
-        return _normalise(input, residual, weight, bias, p, relu, eps)[0]
-    return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps)
+        return _normalise(input, residual, weight, bias, p, relu, eps, False)[0]
+    copies = (
+        torch.is_autocast_enabled("cuda")
+        and input.dtype == torch.get_autocast_dtype("cuda") != torch.float32
+        and input.numel() >= _MIN_ROWS_TO_COPY * input.shape[-1]
+    )
+    output, copy = _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps, copies)
+    if copies:
+        give_copy(output, copy)
+    return output
 
 
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
@@ -98,15 +109,16 @@ def _normalise(
     p: float,
     relu: bool,
     eps: float,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the output, and the tensors that the backward pass needs."""
+    copies: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Return the output, its copy in the type of the input if asked for, and what the backward pass needs."""
     input, weight, bias = packed(input), packed(weight), packed(bias)
     residual = None if residual is None else packed(residual)
     seed = torch.empty((), dtype=torch.int64, device=input.device).random_() if p > 0 else None
-    output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
-        input, residual, weight, bias, seed, p, relu, eps
+    output, copy, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
+        input, residual, weight, bias, seed, p, relu, eps, copies
     )
-    return output, (input, residual, weight, statistics, seed)
+    return output, copy, (input, residual, weight, statistics, seed)
 
 
 class _DropoutAddLayerNorm(torch.autograd.Function):
@@ -120,20 +132,27 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         p: float,
         relu: bool,
         eps: float,
-    ) -> Tensor:
-        output, saved = _normalise(input, residual, weight, bias, p, relu, eps)
+        copies: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, copy, saved = _normalise(input, residual, weight, bias, p, relu, eps, copies)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         ctx.parameters = weight, bias
         ctx.options = p, relu
-        return output
+        return output, copy if copies else None
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_copy: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # Activation checkpointing lets a node read them only once.
+        if grad_output is None:
+            if grad_copy is None:
+                return (None,) * 8
+            grad_output, grad_copy = grad_copy.float(), None
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
-            packed(grad_output), *saved, *ctx.options
+            packed(grad_output), None if grad_copy is None else packed(grad_copy), *saved, *ctx.options
         )
         grad_weight, grad_bias = parameter_gradients(ctx.parameters, lambda: block_sums.sum(0).unbind())
         has_residual = saved[1] is not None
-        return grad_input, grad_residual if has_residual else None, grad_weight, grad_bias, None, None, None
+        of_residual = grad_residual if has_residual else None
+        return grad_input, of_residual, grad_weight, grad_bias, None, None, None, None

@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kValues = kNormPack;
 constexpr int kThreads = 256;
-constexpr int kMaxPacks = kMaxNormChannels / (32 * kValues);  // of a lane
 
 struct Rows {
   int64_t count;
@@ -66,7 +65,7 @@ __device__ __forceinline__ void load_sum(const Rows& rows, int64_t row, int lane
 template <typename T, typename R, int PACKS>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const Rows rows, const float* __restrict__ bias, float eps, float* __restrict__ output,
-                   float2* __restrict__ statistics) {
+                   T* __restrict__ copy, float2* __restrict__ statistics) {
   const Position position(rows.lanes);
   if (position.row / (32 / rows.lanes) * (32 / rows.lanes) >= rows.count) return;  // no row for the whole warp
   const int64_t row = min(position.row, rows.count - 1);
@@ -102,14 +101,16 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kValues; ++i) x[p][i] = x[p][i] * scale * weight[i] + offset[i];
     store_pack(output + row * rows.C + c, x[p]);
+    if (copy != nullptr) store_pack(copy + row * rows.C + c, x[p]);
   }
 }
 
 // Groups take rows in turns. Each block then adds up what its rows give for weight and bias, [blocks, 2, C].
 template <typename T, typename R, int PACKS>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const Rows rows, const float* __restrict__ grad_output, const float2* __restrict__ statistics,
-                    T* __restrict__ grad_input, R* __restrict__ grad_residual, float* __restrict__ block_sums) {
+    backward_kernel(const Rows rows, const float* __restrict__ grad_output, const T* __restrict__ grad_copy,
+                    const float2* __restrict__ statistics, T* __restrict__ grad_input, R* __restrict__ grad_residual,
+                    float* __restrict__ block_sums) {
   __shared__ float shared[kThreads / 32][32 * kValues];
   const Position position(rows.lanes);
   float of_weight[PACKS][kValues] = {}, of_bias[PACKS][kValues] = {}, weight[PACKS][kValues] = {};
@@ -130,9 +131,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
       const int c = (p * rows.lanes + position.lane) * kValues;
-      if (c < rows.C && is_row) load_pack<float>(grad_output + row * rows.C + c, grad[p]);
+      float of_copy[kValues] = {};
+      if (c < rows.C && is_row) {
+        load_pack<float>(grad_output + row * rows.C + c, grad[p]);
+        if (grad_copy != nullptr) load_pack<T>(grad_copy + row * rows.C + c, of_copy);
+      }
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
+        grad[p][i] += of_copy[i];
         x[p][i] = (x[p][i] - stats.x) * stats.y;
         of_weight[p][i] += is_row && c < rows.C ? grad[p][i] * x[p][i] : 0.f;
         of_bias[p][i] += grad[p][i];
@@ -222,30 +228,36 @@ Rows rows_of(const Tensor& input, const std::optional<Tensor>& residual, const T
 
 int packs_of(const Rows& rows) { return static_cast<int>(ceil_div(rows.C, rows.lanes * kValues)); }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& residual, const Tensor& weight,
-                                   const Tensor& bias, const std::optional<Tensor>& seed, double p, bool relu,
-                                   double eps) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& residual,
+                                           const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& seed,
+                                           double p, bool relu, double eps, bool copies) {
   const Rows rows = rows_of(input, residual, weight, seed, p, relu);
   const DeviceScope scope(input);
   Tensor output = new_empty(input, input.sizes(), ScalarType::Float);
+  Tensor copy = copies ? new_like(input) : new_empty(input, {0});
   Tensor statistics = new_empty(input, {rows.count, 2}, ScalarType::Float);
-  dispatch(input, residual, packs_of(rows), [&](auto tag, auto residual_tag, auto packs) {
+  dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({kOp, "forward_kernel", scope, ceil_div(rows.count * rows.lanes, kThreads), kThreads},
-           forward_kernel<decltype(tag), decltype(residual_tag), packs()>, rows, data_of<float>(bias),
-           static_cast<float>(eps), mutable_data_of<float>(output), mutable_data_of<float2>(statistics));
+           forward_kernel<T, R, packs()>, rows, data_of<float>(bias), static_cast<float>(eps),
+           mutable_data_of<float>(output), copies ? mutable_data_of<T>(copy) : nullptr,
+           mutable_data_of<float2>(statistics));
   });
-  return {output, statistics};
+  return {output, copy, statistics};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                            const std::optional<Tensor>& residual, const Tensor& weight,
-                                            const Tensor& statistics, const std::optional<Tensor>& seed, double p,
-                                            bool relu) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_copy,
+                                            const Tensor& input, const std::optional<Tensor>& residual,
+                                            const Tensor& weight, const Tensor& statistics,
+                                            const std::optional<Tensor>& seed, double p, bool relu) {
   const Rows rows = rows_of(input, residual, weight, seed, p, relu);
   VISDET_CHECK(kOp,
                grad_output.is_contiguous() && grad_output.numel() == input.numel() &&
                    grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
                "the gradient must be contiguous float32 of the shape of input");
+  VISDET_CHECK(kOp,
+               !grad_copy || (grad_copy->is_contiguous() && grad_copy->numel() == input.numel() &&
+                              grad_copy->scalar_type() == input.scalar_type() && aligned(*grad_copy, kVectorBytes)),
+               "the gradient of the copy must be contiguous and of the type and shape of input");
   const DeviceScope scope(input);
   Tensor grad_input = new_like(input);
   // Without dropout and ReLU, both gradients are the same numbers.
@@ -255,9 +267,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
   dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({"dropout_add_layer_norm_backward", "backward_kernel", scope, blocks, kThreads},
-           backward_kernel<T, R, packs()>, rows, data_of<float>(grad_output), data_of<float2>(statistics),
-           mutable_data_of<T>(grad_input), residual && !is_one ? mutable_data_of<R>(grad_residual) : nullptr,
-           mutable_data_of<float>(block_sums));
+           backward_kernel<T, R, packs()>, rows, data_of<float>(grad_output),
+           grad_copy ? data_of<T>(*grad_copy) : nullptr, data_of<float2>(statistics), mutable_data_of<T>(grad_input),
+           residual && !is_one ? mutable_data_of<R>(grad_residual) : nullptr, mutable_data_of<float>(block_sums));
   });
   return {grad_input, grad_residual, block_sums};
 }
