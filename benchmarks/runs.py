@@ -4,12 +4,12 @@ The command is ``python -m benchmarks.runs``. JPEG files are drawn into a tempor
 distributed as those of COCO, or other sizes (``--sizes``), scenes of six cameras of 900 x 1600 pixels, and a video.
 ``visdet train`` and ``visdet test`` run in processes of their own, on several GPUs (``--gpus``) under torchrun.
 
-A row has the mean time of an iteration in the second half of a run, and the part of it that waits for data. Beside it
-are the median time for which the main thread computes, and the time for which the GPU is busy and the number of its
-kernels, both in one iteration that is profiled. The largest of these bound the run. A row also has the memory that
-torch reserves on the GPU, in the first quarter of the run and at its end: once the sizes are captured, it should not
-grow. Without a GPU, small configs take the place of the published ones, so that everything runs but the figures mean
-nothing.
+A row has the time of an iteration in the second half of a run, and the part of it that waits for data, both medians of
+the lines of the log, since a line in which a shape is captured says nothing of the others. Beside it are the median
+time for which the main thread computes, and the time for which the GPU is busy and the number of its kernels, both in
+one iteration that is profiled. The largest of these bound the run. A row also has the memory that torch reserves on the
+GPU, in the first quarter of the run and at its end: once the sizes are captured, it should not grow. Without a GPU,
+small configs take the place of the published ones, so that everything runs but the figures mean nothing.
 """
 
 import argparse
@@ -253,11 +253,12 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         raise SystemExit(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
     late = rows[len(rows) // 2 :]
     means = dict(zip(_TIMES, late.mean(0).tolist(), strict=True))
+    medians = dict(zip(_TIMES, np.median(late, axis=0).tolist(), strict=True))
     reserved = [float(rows[: len(rows) // 4 + 1, -1].max()), float(rows[:, -1].max())]
     return result | {
-        "ms": 1e3 * means["time"],
-        "waiting_ms": 1e3 * means["data_time"],
-        "host_ms": 1e3 * float(np.median(late[:, _TIMES.index("host_s")])),  # The last row has a checkpoint.
+        "ms": 1e3 * medians["time"],
+        "waiting_ms": 1e3 * medians["data_time"],
+        "host_ms": 1e3 * medians["host_s"],
         "busy_ms": 1e3 * means["busy_s"],
         "kernels": round(means["kernels"]),
         "reserved_MiB": reserved,
