@@ -46,7 +46,7 @@ def test_anchors_by_hand():
     }
     boxes = detection_anchors([info], 2)
     np.testing.assert_allclose(boxes, [[3, 4, -1, 1, 1, 1, 1, 0, 0, 0, 0]] * 2)
-    np.testing.assert_array_equal(boxes, detection_anchors([info, {"gt_boxes": np.zeros((0, 7))}], 2))
+    np.testing.assert_array_equal(boxes, detection_anchors([info, {"gt_boxes": []}], 2))
     lines = map_anchors([info], 1, num_points=3)
     np.testing.assert_allclose(lines, [[[2, -2], [2, 2], [2, 6]]])
     motion = motion_anchors([info], ("car", "bus"), 1)

@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> None:
 def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tuple[int, Path, Maker]]]":
     """Return the info file, its frames, and the number, file and maker of each kind of anchors."""
     from visdet.datasets import load_infos
-    from visdet.datasets.frame_records import check_frame
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
     path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
@@ -92,7 +91,7 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
 
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = args.classes or DRIVING_CLASSES
-    infos = [check_frame(info, str(path), index) for index, info in enumerate(load_infos(path)[0])]
+    infos = list(load_infos(path)[0])
     maker_of = makers(infos, classes, args.points, args.max_distance, args.seed)
     wanted = [
         (number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker)

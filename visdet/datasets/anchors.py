@@ -1,4 +1,4 @@
-"""Anchors of driving models, which k-means finds in training frames, as ``check_frame`` returns them."""
+"""Anchors of driving models, which k-means finds in the training frames of an info file."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,8 @@ from scipy.cluster.vq import kmeans2
 from visdet.errors import InvalidInputError
 from visdet.structures.polylines import cut_to_region
 from visdet.structures.poses import turn_about_z
+
+from .frame_records import value_of
 
 _MAP_ANCHOR_LENGTH_M = 8.0
 
@@ -125,7 +127,7 @@ def motion_anchors(
         if not len(boxes):
             continue
         futures, masks, names = (
-            _value(info, key) for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
+            _value(info, key, len(boxes)) for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
         )
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)
@@ -165,7 +167,11 @@ def _values(infos: Sequence[dict], key: str) -> list:
     return [_value(info, key) for info in infos]
 
 
-def _value(info: dict, key: str) -> Any:
-    if key not in info:
-        raise InvalidInputError(f"frame {info.get('token', 'without a token')}: {key} is missing")
-    return info[key]
+def _value(info: dict, key: str, num_boxes: int | None = None) -> Any:
+    """Return the checked value of a key that the frame must have. Boxes have seven columns."""
+    where = f"frame {info.get('token', 'without a token')}"
+    # Here, boxes may come without names.
+    value = value_of({key: info.get(key)}, key, where, {} if num_boxes is None else {"n": num_boxes})
+    if value is None:
+        raise InvalidInputError(f"{where}: {key} is missing")
+    return value[:, :7] if key == "gt_boxes" else value
