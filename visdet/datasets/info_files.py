@@ -157,7 +157,10 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
         with np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
             if header["format"] != _FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
+                raise ValueError(
+                    f"its format is {header['format']!r}, but this version reads {_FORMAT!r}; make it anew by "
+                    "visdet prepare-nuscenes"
+                )
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             return InfoTable(file["content"], file["ends"], keys, path), header["metadata"]
     except (KeyError, OSError, *DAMAGED) as error:
