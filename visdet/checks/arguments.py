@@ -209,17 +209,10 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
 @functools.cache
 def _signature(function: Callable) -> inspect.Signature:
     """Return the signature of a function with the annotations themselves in place of their texts."""
-    signature = inspect.signature(function)
-    names = getattr(function, "__globals__", {})
-    parameters = []
-    for parameter in signature.parameters.values():
-        if isinstance(parameter.annotation, str):
-            try:
-                parameter = parameter.replace(annotation=eval(parameter.annotation, names))
-            except NameError:  # It exists for type checkers alone.
-                parameter = parameter.replace(annotation=Any)
-        parameters.append(parameter)
-    return signature.replace(parameters=parameters)
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:  # An annotation is for type checkers alone. Texts of such a function are not checked.
+        return inspect.signature(function)
 
 
 def _converted(value: Any, hint: Any) -> Any:

@@ -22,12 +22,12 @@ def check_finite(owner: str, hint: str = "", /, **values: Any) -> None:
     """
     for name, value in values.items():
         is_tensor = hasattr(value, "detach")  # Programs without a model need not import torch for this.
-        array = value.detach().double().cpu().numpy() if is_tensor else np.asarray(value)
+        array = value.double().numpy(force=True) if is_tensor else np.asarray(value)
         if array.dtype.kind not in "fc" or (is_finite := np.isfinite(array)).all():
             continue
-        first = np.argwhere(~is_finite)[0].tolist()
+        first, *others = np.argwhere(~is_finite).tolist()
         place = f", the first at {first}" if first else ""
         raise InvalidInputError(
-            f"{owner}: {name} must be finite, got {(~is_finite).sum()} NaN or infinite numbers{place}"
+            f"{owner}: {name} must be finite, got {1 + len(others)} NaN or infinite numbers{place}"
             + (f". {hint}" if hint else "")
         )
