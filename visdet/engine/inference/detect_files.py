@@ -66,6 +66,7 @@ class _Run:
         return picture
 
     def results(self) -> Iterator[Detections]:
+        nms = self.nms
         for is_alone, group in groupby(self.paths, key=self._is_alone):
             if is_alone:
                 for path in group:
@@ -73,24 +74,27 @@ class _Run:
             else:
                 items = self._readable(group)
                 for found in self.detector.detect_items(items, self.batch_size, self.score_thr, self.amp):
-                    yield found if self.nms is None else found.nms(self.nms)
+                    yield found if nms is None else found.nms(nms)
 
     def _is_alone(self, path: str) -> bool:
         """Return whether the images of a batch come from this file alone."""
         return self.tiles is not None or is_video(path)
 
     def _of_file(self, path: str) -> Iterator[Detections]:
-        options: dict[str, Any] = {
-            "tiles": self.tiles,
-            "overlap": self.overlap,
-            "nms": self.nms,
-            "amp": self.amp,
-        }
-        if is_video(path):
-            options["save_video"] = self.picture_of(path, ".mp4") if self.draws else None
+        has_frames = is_video(path)
+        video = self.picture_of(path, ".mp4") if self.draws and has_frames else None
         try:
-            found = self.detector(path, self.batch_size, self.score_thr, **options)
-            yield from found if is_video(path) else [found]
+            found = self.detector(
+                path,
+                self.batch_size,
+                self.score_thr,
+                amp=self.amp,
+                save_video=video,
+                tiles=self.tiles,
+                overlap=self.overlap,
+                nms=self.nms,
+            )
+            yield from found if has_frames else [found]
         except UserError as error:
             self.failures.append(str(error))
 
@@ -153,10 +157,12 @@ def detect_files(
     drawn: deque[Future] = deque()
     try:
         with ThreadPoolExecutor(_DRAWING) as drawing:
-            for result in run.results() if shown is None else shown(run.results(), len(paths)):
+            results = run.results()
+            for result in shown(results, len(paths)) if shown else results:
                 found.append(result.to_dict())
-                total += len(result)
-                repeated += len(result) - len(result.nms(_REPEATS)) if nms is None else 0
+                number = len(result)
+                total += number
+                repeated += number - len(result.nms(_REPEATS)) if nms is None else 0
                 if draws and result.frame is None:
                     drawn.append(drawing.submit(result.draw, run.picture_of(str(result.path), ".png")))
                 if len(drawn) > 2 * _DRAWING:

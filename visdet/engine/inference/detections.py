@@ -27,6 +27,8 @@ from .sample_images import image_file_of
 
 __all__ = ["Detection", "Detections", "detections_of"]
 
+_CORNERS = [0, 1, 2, 1, 2, 3, 0, 3]  # of a box (x1, y1, x2, y2), clockwise from the top left one
+
 
 class Detection(NamedTuple):
     """One detection: its class, the position of that in the list of all, its score, and its row of the boxes."""
@@ -84,6 +86,7 @@ class Detections:
         is_known = category_ids and len(category_ids) == len(self.classes) and None not in category_ids
         self.category_ids = category_ids if is_known else None
         found = sample.pred_instances
+        boxes, scores, labels = found.bboxes, found.scores.float(), found.labels
         self.path: str | None = sample.get("img_path")
         self.frame = frame
         self.time = time
@@ -91,17 +94,18 @@ class Detections:
             raise InvalidInputError(
                 "a sample has no ori_shape: it must be among the meta_keys of PackDetInputs in the pipeline"
             )
-        check_finite(f"image {self.path or 'in memory'}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
-        scores = found.scores.float()
+        check_finite(f"image {self.path or 'in memory'}", DIVERGED, scores=scores, bboxes=boxes)
         order = torch.argsort(scores, descending=True, stable=True)
         least = torch.as_tensor(thresholds, dtype=torch.float32, device=scores.device)
-        kept = order[scores[order] >= (least[found.labels[order]] if least.dim() else least)]
-        self.boxes: Tensor = found.bboxes[kept].float()
-        self.scores: Tensor = scores[kept]
-        self.labels: Tensor = found.labels[kept]
-        self.shape = tuple(int(size) for size in sample.ori_shape[:2])
-        self.sample = sample.new()
-        self.sample.pred_instances = InstanceData(bboxes=self.boxes, scores=self.scores, labels=self.labels)
+        kept = order[(scores >= (least[labels] if least.dim() else least))[order]]
+        kept_boxes, kept_scores, kept_labels = boxes[kept].float(), scores[kept], labels[kept]
+        self.boxes: Tensor = kept_boxes
+        self.scores: Tensor = kept_scores
+        self.labels: Tensor = kept_labels
+        self.shape = tuple(map(int, sample.ori_shape[:2]))
+        own = sample.new()
+        own.pred_instances = InstanceData(bboxes=kept_boxes, scores=kept_scores, labels=kept_labels)
+        self.sample = own
         self._image, self.drawing = image, draw
 
     def __len__(self) -> int:
@@ -115,10 +119,9 @@ class Detections:
         return f"Detections({counts} in {where} of {self.shape[1]}x{self.shape[0]} pixels)"
 
     def __iter__(self) -> Iterator[Detection]:
-        for name, label, score, box in zip(
-            self.class_names, self.labels.tolist(), self.scores.tolist(), self.boxes.tolist(), strict=True
-        ):
-            yield Detection(name, label, score, tuple(box))
+        columns = (self.labels.tolist(), self.scores.tolist(), self.boxes.tolist())
+        for label, score, box in zip(*columns, strict=True):
+            yield Detection(self.classes[label], label, score, tuple(box))
 
     @overload
     def __getitem__(self, index: int) -> Detection: ...
@@ -129,8 +132,9 @@ class Detections:
     def __getitem__(self, index: Any) -> "Detection | Detections":
         if isinstance(index, int | np.integer):
             return list(self)[index]
-        sample = self.sample.new()
-        sample.pred_instances = self.sample.pred_instances[index]
+        whole = self.sample
+        sample = whole.new()
+        sample.pred_instances = whole.pred_instances[index]
         options = (self._image, self.drawing, self.frame, self.time, self.category_ids)
         return Detections(sample, self.classes, 0.0, *options)
 
@@ -139,10 +143,11 @@ class Detections:
         self, classes: str | Sequence[str] | None = None, score_threshold: Share = 0.0
     ) -> "Detections":
         """Return the detections of some classes, which are named, and of some score."""
-        names = [classes] if isinstance(classes, str) else self.classes if classes is None else classes
+        known = self.classes
+        names = [classes] if isinstance(classes, str) else known if classes is None else classes
         for name in names:
-            if name not in self.classes:
-                raise InvalidInputError(f"classes must be among {', '.join(self.classes)}, got {name!r}")
+            if name not in known:
+                raise InvalidInputError(f"classes must be among {', '.join(known)}, got {name!r}")
         is_kept = [one.class_name in names and one.score >= score_threshold for one in self]
         return self[torch.tensor(is_kept, dtype=torch.bool)]
 
@@ -161,14 +166,13 @@ class Detections:
     @property
     def polygons(self) -> Tensor:
         """The corners (x, y) of the boxes, float32 [N, 4, 2], from the top left one clockwise as the box is turned."""
-        if self.are_turned:
-            return boxes_to_polygons(self.boxes)
-        return self.boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
+        boxes = self.boxes
+        return boxes_to_polygons(boxes) if self.are_turned else boxes[:, _CORNERS].reshape(-1, 4, 2)
 
     @property
     def enclosing_boxes(self) -> Tensor:
         """The upright boxes around the boxes, float32 [N, 4] (x1, y1, x2, y2)."""
-        return torch.cat([self.polygons.amin(1), self.polygons.amax(1)], 1)
+        return torch.cat(self.polygons.aminmax(dim=1), 1)
 
     @property
     def class_names(self) -> list[str]:
@@ -206,11 +210,12 @@ class Detections:
         (5 decimals) and ``bbox_xyxy`` (2 decimals). A turned box has ``bbox_cxcywha`` (5 decimals; the angle is in
         radians and turns clockwise) and ``polygon``, its four corners [x, y], instead of ``bbox_xyxy``.
         """
+        frame, time, numbers = self.frame, self.time, self.category_ids
         record: dict[str, Any] = {"file": self.path}
-        if self.frame is not None:
-            record["frame"] = self.frame
-        if self.time is not None:
-            record["time"] = round(self.time, 3)
+        if frame is not None:
+            record["frame"] = frame
+        if time is not None:
+            record["time"] = round(time, 3)
         height, width = self.shape
         found = []
         for (name, label, score, box), polygon in zip(self, self.polygons.tolist(), strict=True):
@@ -218,7 +223,7 @@ class Detections:
             if self.are_turned:
                 corners = [_rounded(corner, 2) for corner in polygon]
                 place = {"bbox_cxcywha": _rounded(box, 5), "polygon": corners}
-            number = {"category_id": int(self.category_ids[label])} if self.category_ids else {}
+            number = {"category_id": int(numbers[label])} if numbers else {}
             found.append({"class": name, "label": label, **number, "score": round(score, 5), **place})
         return record | {"height": height, "width": width, "detections": found}
 
@@ -254,9 +259,9 @@ class Detections:
         if len(numbers) != count:
             raise InvalidInputError(f"category_ids must have {count} numbers, got {len(numbers)}")
         records = []
-        for found, corners in zip(self, self.polygons.flatten(1).tolist(), strict=True):
-            record: dict[str, Any] = {"image_id": image_id, "category_id": int(numbers[found.label])}
-            record |= {"bbox": enclosing_bbox(corners), "score": found.score}
+        for (_, label, score, _), corners in zip(self, self.polygons.flatten(1).tolist(), strict=True):
+            record: dict[str, Any] = {"image_id": image_id, "category_id": int(numbers[label])}
+            record |= {"bbox": enclosing_bbox(corners), "score": score}
             records.append(record | ({"segmentation": [corners]} if self.are_turned else {}))
         return records
 
@@ -297,7 +302,8 @@ def detections_of(
 ) -> dict[str, Any]:
     """Return the record of a sample, or of its dict, in ``predictions.json``; see :meth:`Detections.to_dict`."""
     if isinstance(sample, dict):
-        instances = {key: sample["pred_instances"][key] for key in ("bboxes", "scores", "labels")}
+        found = sample["pred_instances"]
+        instances = InstanceData(**{key: found[key] for key in ("bboxes", "scores", "labels")})
         metainfo = {key: sample[key] for key in ("img_path", "ori_shape") if key in sample}
-        sample = DetDataSample(metainfo=metainfo, pred_instances=InstanceData(**instances))
+        sample = DetDataSample(metainfo=metainfo, pred_instances=instances)
     return Detections(sample, classes, score_thr, category_ids=category_ids).to_dict()

@@ -48,7 +48,6 @@ from .videos import written_as_video
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
 
 _AHEAD = 16  # images that are read in advance
-_DRAWING = 4  # threads that write pictures
 
 
 class Detector:
@@ -90,28 +89,25 @@ class Detector:
         self.device = checked_device(device)
         path = None if checkpoint is None else os.path.expanduser(checkpoint)
         if not takes_images(cfg):
-            model = model_class(cfg)
+            kind = model_class(cfg)
             raise ConfigError(
-                f"{model.__name__} does not take image files. Its samples are {model.sample_type.__name__}s, which "
+                f"{kind.__name__} does not take image files. Its samples are {kind.sample_type.__name__}s, which "
                 "only a data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or "
                 "visdet.evaluate, to write and draw the predictions for the data set of the config"
             )
         content = {} if path is None else read_checkpoint(path, trust=cfg.get("trust_checkpoint", False))
         say_differences(cfg, content, path or "")
-        self.model: nn.Module = build_model(cfg, cfg.model)
-        self.dataset_meta = dataset_meta_of(cfg, content, path, self.model)
+        model = build_model(cfg, cfg.model)
+        self.dataset_meta = dataset_meta_of(cfg, content, path, model)
         classes = self.dataset_meta["classes"]
         owner = "the checkpoint, or else test_dataloader.dataset.metainfo, names"
-        check_heads(self.model, classes, owner, names_may_be_unused=path is None)
+        check_heads(model, classes, owner, names_may_be_unused=path is None)
         if path is not None:
-            load_weights(
-                self.model,
-                weights_of(content, path),
-                path,
-                cfg.get("strict_load", True),
-                allow_nonfinite=cfg.get("allow_nonfinite_weights", False),
-            )
-        self.model.to(self.device).eval()
+            is_strict = cfg.get("strict_load", True)
+            allows_nonfinite = cfg.get("allow_nonfinite_weights", False)
+            weights = weights_of(content, path)
+            load_weights(model, weights, path, is_strict, allow_nonfinite=allows_nonfinite)
+        self.model: nn.Module = model.to(self.device).eval()
         measured, self.origin_of_thresholds = measured_thresholds(content)
         self.category_ids = meta_of(content).get("category_ids")
         self.score_thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
@@ -244,8 +240,9 @@ class Detector:
         """
         for image in images:
             pixels = rgb_of_file(image.path) if image.pixels is None else image.pixels
-            shape = pixels.shape[0], pixels.shape[1]
-            windows = windows_of(*shape, tiles, overlap)
+            height, width, _ = pixels.shape
+            shape = height, width
+            windows = windows_of(height, width, tiles, overlap)
             crops = (GivenImage(pixels=pixels[y1:y2, x1:x2]) for x1, y1, x2, y2 in windows)
             parts = list(self.detect_items(map(self._read, crops), *options))
             yield joined(parts, windows, image, shape, overlap * tiles, 0.5 if nms is None else nms)
@@ -256,15 +253,17 @@ class Detector:
     @cpu_by_default()
     def item_of(self, image: GivenImage) -> dict[str, Any]:
         """Return what the test pipeline makes of an image."""
-        if image.pixels is None:
-            return self._pipeline({"img_path": image.path, "img_id": 0})
-        first = self._pipeline.transforms[0]
-        if type(first).__name__ != "LoadImageFromFile":
-            raise ConfigError(
-                f"the test pipeline begins with {type(first).__name__}, which reads files only; LoadImageFromFile also "
-                "takes arrays, tensors and images of Pillow"
-            )
-        return self._pipeline({"img_path": image.path, "img_id": 0, "rgb": image.pixels.copy()})
+        pipeline, pixels = self._pipeline, image.pixels
+        given: dict[str, Any] = {"img_path": image.path, "img_id": 0}
+        if pixels is not None:
+            first = type(pipeline.transforms[0]).__name__
+            if first != "LoadImageFromFile":
+                raise ConfigError(
+                    f"the test pipeline begins with {first}, which reads files only; LoadImageFromFile also takes "
+                    "arrays, tensors and images of Pillow"
+                )
+            given["rgb"] = pixels.copy()
+        return pipeline(given)
 
     @torch.no_grad()
     @cpu_by_default()

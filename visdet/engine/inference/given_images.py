@@ -139,28 +139,21 @@ def _rgb_of_content(given: Any, name: str) -> np.ndarray:
 
 def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:
     """Return the RGB values of an array, or of a tensor with the channels first, as a new array."""
-    is_tensor, shape = isinstance(image, torch.Tensor), list(image.shape)
-    layouts = (
-        "[H, W], [1, H, W], [3, H, W] or [4, H, W]"
-        if is_tensor
-        else "[H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
-    )
-    if is_tensor:
-        image = image.detach().cpu()
-        image = (image.float() if image.dtype.is_floating_point else image).numpy()
+    shape = list(image.shape)
+    rule = "an array must be [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
+    if isinstance(image, torch.Tensor):
+        rule = "a tensor must be [H, W], [1, H, W], [3, H, W] or [4, H, W]"
+        image = (image.float() if image.is_floating_point() else image).numpy(force=True)
+        image = np.moveaxis(image, 0, -1) if image.ndim == 3 else image
     image = np.asarray(image)  # A matrix would stay two-dimensional.
-    if image.ndim == 2:
-        image = image[..., None]
-    elif is_tensor and image.ndim == 3:
-        image = np.moveaxis(image, 0, -1)
-    if image.ndim != 3 or image.shape[2] not in (1, 3, 4):
-        raise InvalidInputError(
-            f"{name}: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {shape}"
-        )
-    if 0 in shape:
+    image = image[..., None] if image.ndim == 2 else image
+    *sides, channels = image.shape
+    if len(sides) != 2 or channels not in (1, 3, 4):
+        raise InvalidInputError(f"{name}: {rule}, got {shape}")
+    if 0 in sides:
         raise InvalidInputError(f"{name}: an image has no pixels, its shape is {shape}")
     values = _bytes_of(image, name)
-    colours = values[..., :3] if values.shape[2] > 1 else np.repeat(values, 3, axis=2)
+    colours = values[..., :3] if channels > 1 else np.repeat(values, 3, axis=2)
     # The copy is contiguous and belongs to nobody else.
     return np.array(colours[..., ::-1] if channel_order == "bgr" else colours, order="C")
 
@@ -179,7 +172,7 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
     is_float = kind == "f"
     # Resizing and conversions leave rounding errors.
     top, slack = (1, 0.001) if is_float else (255, 0)
-    if not (low >= -slack and high <= top + slack):  # This is so for NaN, too.
+    if not -slack <= low <= high <= top + slack:  # This is so for NaN, too.
         raise InvalidInputError(
             f"{name}: values of {dtype} must be from 0 to {top}, got {low:g} to {high:g}; give uint8 or uint16, "
             "or divide floats by 255"
@@ -190,14 +183,15 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
 def _opened(path: str) -> Any:
     import cv2
 
-    if not is_stream(path) and not os.path.isfile(path):
+    streams = is_stream(path)
+    if not (streams or os.path.isfile(path)):
         raise MissingFileError(f"video {path} does not exist")
     video = cv2.VideoCapture(int(path) if path.isdecimal() else path)
-    if not video.isOpened() and is_stream(path):
+    if video.isOpened():
+        return video
+    if streams:
         raise UserError(f"camera or stream {path} cannot be opened")
-    if not video.isOpened():
-        raise UserError(f"video {path} cannot be read: OpenCV knows neither its format nor its codec")
-    return video
+    raise UserError(f"video {path} cannot be read: OpenCV knows neither its format nor its codec")
 
 
 def frames_per_second(path: str) -> float:
@@ -220,23 +214,23 @@ def _frames(path: str) -> Iterator[GivenImage]:
     import cv2
 
     video = _opened(path)
+    fact, milliseconds = video.get, cv2.CAP_PROP_POS_MSEC
     is_read, frame = video.read()
     if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
-    shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
-    number, time, longest = 0, max(shown, 0.0), 0.0
+    number, time, longest = 0, max(fact(milliseconds) / 1000, 0.0), 0.0
     rate = _rate_of(video)
-    first = video.get(getattr(cv2, "CAP_PROP_PTS", -1))  # 0 in versions of OpenCV that do not know it
+    first = fact(getattr(cv2, "CAP_PROP_PTS", -1))  # 0 in versions of OpenCV that do not know it
     while is_read:
         yield GivenImage(path, cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), number, time)
         is_read, frame = video.read()
         number += 1
-        shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        shown = fact(milliseconds) / 1000
         # A stream may give no times, and a damaged file the same one again.
         after = shown if shown > time else time + 1 / rate
         longest, time = max(longest, after - time), after
-    says_number = not is_stream(path) and rate == video.get(cv2.CAP_PROP_FPS)
-    announced = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if says_number else 0
+    says_number = not is_stream(path) and rate == fact(cv2.CAP_PROP_FPS)
+    announced = int(fact(cv2.CAP_PROP_FRAME_COUNT)) if says_number else 0
     # Some formats give the duration alone, with the time before the first frame. OpenCV estimates the number by it.
     missing = min(announced - number, announced - first - (time + longest) * rate)
     if missing > max(1, announced // 100):

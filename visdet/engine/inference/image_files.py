@@ -88,14 +88,14 @@ def find_images(
     images: dict[str, None] = {}
     others: list[str] = []
     for path in chain.from_iterable(_matches(local_path(given)) for given in paths):
-        real = Path(os.path.realpath(path))
-        if real == pictures or pictures in real.parents:
+        place = Path(path)
+        if pictures and Path(os.path.realpath(path)).is_relative_to(pictures):
             raise UserError(
                 f"{path} is in {pictures}, which is going to be written: choose another --out-dir"
             )
-        if os.path.isfile(path) or is_stream(path):
+        if place.is_file() or is_stream(path):
             images[path] = None
-        elif os.path.isdir(path):
+        elif place.is_dir():
             files = list(_files_below(path, pictures))
             found = [
                 file for file in files if Path(file).suffix.lower() in _SUFFIXES and os.path.isfile(file)
@@ -105,7 +105,7 @@ def find_images(
             if not found:
                 raise UserError("\n".join([f"folder {path} has no image and no video", *_remark(others)]))
         else:
-            wrong = "is neither a file nor a folder" if os.path.exists(path) else "does not exist"
+            wrong = "is neither a file nor a folder" if place.exists() else "does not exist"
             raise UserError(f"{path} {wrong}")
     return sorted(images), _remark(others)
 

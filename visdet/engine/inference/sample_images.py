@@ -31,7 +31,7 @@ def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
         is_bgr: whether the channels of ``inputs`` are blue, green, red.
     """
     channels = inputs.flip(-3) if is_bgr else inputs
-    return channels.movedim(-3, -1).contiguous().cpu().numpy()
+    return channels.movedim(-3, -1).contiguous().numpy(force=True)
 
 
 def image_file_of(sample: DetDataSample) -> np.ndarray:

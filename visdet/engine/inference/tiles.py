@@ -59,25 +59,23 @@ def joined(
         iou_threshold: the greatest IoU of two detections of a class.
     """
     height, width = shape
-    boxes, rows = [], []
+    found = []
     for part, (x1, y1, x2, y2) in zip(parts, windows, strict=True):
-        margin = _EDGE * max(x2 - x1, y2 - y1)
+        columns, rows = x2 - x1, y2 - y1
+        margin = _EDGE * max(columns, rows)
         own = part.enclosing_boxes
-        sizes = own[:, 2:] - own[:, :2]
+        starts, ends = own.split(2, dim=1)
         inner = torch.tensor([x1 > 0, y1 > 0, x2 < width, y2 < height])
-        reaches = torch.cat(
-            [own[:, :2] < margin, own[:, 2:] > own.new_tensor([x2 - x1, y2 - y1]) - margin], 1
-        )
-        is_cut = inner & reaches & (sizes < shared - margin).repeat(1, 2)
-        kept = ~is_cut.any(dim=1)
+        reaches = torch.cat([starts < margin, ends > own.new_tensor([columns, rows]) - margin], 1)
+        is_cut = inner & reaches & (ends - starts < shared - margin).repeat(1, 2)
+        instances = part.sample.pred_instances[~is_cut.any(dim=1)]
         moved = [x1, y1, 0, 0, 0] if part.are_turned else [x1, y1, x1, y1]
-        boxes.append(part.boxes[kept] + torch.tensor(moved))
-        rows.append((part.scores[kept], part.labels[kept]))
-    scores, labels = (torch.cat(columns) for columns in zip(*rows, strict=True))
-    sample = DetDataSample(metainfo={"ori_shape": shape, "img_path": image.path})
-    sample.pred_instances = InstanceData(bboxes=torch.cat(boxes), scores=scores, labels=labels)
+        instances.bboxes = instances.bboxes + torch.tensor(moved)
+        found.append(instances)
+    path, pixels, frame, time = image
+    sample = DetDataSample(metainfo={"ori_shape": shape, "img_path": path})
+    sample.pred_instances = InstanceData.cat(found)
     first = parts[0]
-    pixels = image.pixels if image.path is None or image.frame is not None else None
-    options = (pixels, first.drawing, image.frame, image.time, first.category_ids)
-    whole = Detections(sample, first.classes, 0.0, *options)
-    return whole.nms(iou_threshold)
+    is_of_file = path is not None and frame is None
+    options = (None if is_of_file else pixels, first.drawing, frame, time, first.category_ids)
+    return Detections(sample, first.classes, 0.0, *options).nms(iou_threshold)

@@ -52,6 +52,7 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     if first is None:
         return
     expected = _size_of(first[1])
+    width, height = expected
     times: list[float] = []
     stopped: BaseException | None = None
     with written_whole(path, reaches_disk=False) as partial:
@@ -64,7 +65,7 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
                 size = _size_of(picture)
                 if size != expected:
                     raise UserError(f"save_video: the frames must be of one size, got {expected} and {size}")
-                rgb = np.asarray(picture.crop((0, 0, *size)))
+                rgb = np.asarray(picture)[:height, :width]
                 writer.write(np.ascontiguousarray(rgb[..., ::-1]))
                 times.append(len(times) / rate if result.time is None else result.time)
                 yield result
