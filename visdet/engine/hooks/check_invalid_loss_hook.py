@@ -97,30 +97,26 @@ class CheckInvalidLossHook(Hook):
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        bad = {name: value for name, value in losses_among(step.values).items() if not math.isfinite(value)}
+        losses = losses_among(step.values).items()
+        bad = [f"{name} = {value}" for name, value in losses if not math.isfinite(value)]
         elsewhere = "a loss of another process" if step.has_bad_loss else "a gradient is NaN or infinite"
-        what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or elsewhere
-        where = f"iteration {step.iteration}: {what}"
+        where = f"iteration {step.iteration}: {', '.join(bad) or elsewhere}"
         if self.action == "stop" or self.skips_in_a_row >= self.max_skips:
             last = runner.message_hub.get_info("last_ckpt")
+            written = f"the last checkpoint is {last}" if last else "no checkpoint was written yet"
             raise NonFiniteLossError(
-                f"{where}. Training stopped; "
-                + (f"the last checkpoint is {last}. " if last else "no checkpoint was written yet. ")
-                + "Usual remedies: a lower learning rate (optim_wrapper.optimizer.lr), clipped gradients "
-                "(optim_wrapper.clip_grad.max_norm=0.1), training without --amp; "
-                "default_hooks.invalid_loss.action=skip passes over single bad batches."
+                f"{where}. Training stopped; {written}. Usual remedies: a lower learning rate "
+                "(optim_wrapper.optimizer.lr), clipped gradients (optim_wrapper.clip_grad.max_norm=0.1), training "
+                "without --amp; default_hooks.invalid_loss.action=skip passes over single bad batches."
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""
-        parameters: list[Any] = []
+        gradients: list[Any] = []
         for group in optimizer.param_groups:
-            parameters += [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not parameters:
-            return
-        norms = torch._foreach_norm([parameter.grad for parameter in parameters])
-        if not torch.stack([norm.float() for norm in norms]).isfinite().all():
+            gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        norms = [norm.float() for norm in torch._foreach_norm(gradients)] if gradients else []
+        if norms and not torch.stack(norms).isfinite().all():
             self._has_dropped_gradients = True
-            for parameter in parameters:
-                parameter.grad = None
+            optimizer.zero_grad()

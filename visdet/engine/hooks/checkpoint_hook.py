@@ -39,12 +39,13 @@ class CheckpointHook(_CheckpointHook):
             raise TypeError(
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
+        template = self.filename_tmpl
         try:
-            self._names_differ = self.filename_tmpl.format(0) != self.filename_tmpl.format(1)
+            self._names_differ = template.format(0) != template.format(1)
         except (AttributeError, LookupError, ValueError) as error:
             raise ConfigError(
                 "CheckpointHook: filename_tmpl must be a text with {} in the place of the number, such as "
-                f"'iter_{{}}.pth', got {self.filename_tmpl!r}"
+                f"'iter_{{}}.pth', got {template!r}"
             ) from error
 
     def before_train(self, runner: Any) -> None:
@@ -53,15 +54,17 @@ class CheckpointHook(_CheckpointHook):
         Raises:
             UserError: the folder cannot be written, or has no space for a checkpoint.
         """
-        steps = runner.message_hub.get_info("keep_ckpt_ids")
-        if steps and self.max_keep_ckpts > 0 and not self._names_differ:
+        hub, most = runner.message_hub, self.max_keep_ckpts
+        steps = hub.get_info("keep_ckpt_ids")
+        if steps and most > 0 and not self._names_differ:
             # mmengine would remove the checkpoints that are too many, which have the name of the one to keep.
-            runner.message_hub.update_info("keep_ckpt_ids", steps[-self.max_keep_ckpts :])
+            hub.update_info("keep_ckpt_ids", steps[-most:])
         super().before_train(runner)
-        if isinstance(self.file_backend, LocalBackend) and is_main_process():
-            check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
-            check_free_space(self.out_dir, _size_of_checkpoint(runner.model), "a checkpoint")
-        self.file_backend = _LateRemoval(self.file_backend, self.out_dir)
+        backend, folder = self.file_backend, self.out_dir
+        if isinstance(backend, LocalBackend) and is_main_process():
+            check_work_dir(folder, "default_hooks.checkpoint.out_dir")
+            check_free_space(folder, _size_of_checkpoint(runner.model), "a checkpoint")
+        self.file_backend = _LateRemoval(backend, folder)
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         hub = runner.message_hub
@@ -80,8 +83,9 @@ class CheckpointHook(_CheckpointHook):
     def _end_saving(self, runner: Any) -> None:
         """Name the newest checkpoint and the best one, and remove those that they replace."""
         if is_main_process():
-            name_newest(runner.work_dir, runner.message_hub)
-            known = runner.message_hub.runtime_info.items()
+            hub = runner.message_hub
+            name_newest(runner.work_dir, hub)
+            known = hub.runtime_info.items()
             named = [path for name, path in known if name.startswith(("last_ckpt", "best_ckpt"))]
             self.file_backend.remove_outdated(named)
 
@@ -100,7 +104,8 @@ class CheckpointHook(_CheckpointHook):
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
             return
-        missing = [name for name in self.key_indicators if name != "auto" and name not in metrics]
+        wanted = self.key_indicators
+        missing = [name for name in wanted if name != "auto" and name not in metrics]
         if missing or not metrics:
             raise ConfigError(
                 f"save_best of the checkpoint hook: validation returned no metric "
@@ -109,7 +114,7 @@ class CheckpointHook(_CheckpointHook):
         undefined = undefined_metrics(metrics, runner.val_evaluator.metrics)
         super()._save_best_checkpoint(runner, metrics | dict.fromkeys(undefined))
         self._end_saving(runner)
-        if names := [name for name in self.key_indicators if name in undefined]:
+        if names := [name for name in wanted if name in undefined]:
             runner.logger.warning(
                 f"no best checkpoint is chosen by {listed(names)}, which this validation does not define: its data "
                 "have no ground truth for it"

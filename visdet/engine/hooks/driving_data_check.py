@@ -1,11 +1,14 @@
 """The check that a driving model fits the cameras, classes and keys of a data set of driving frames."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
+
+# A key of a part of the model, its number, the number of the data set, and the noun that is counted.
+_Number = tuple[str, int, int, str]
 
 
 def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None:
@@ -18,49 +21,45 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
     """
     if not hasattr(dataset, "num_cameras") or not hasattr(dataset, "get_info"):
         return
-    data = f"{loader_name}.dataset"
-    for key, found, expected, things in _numbers(model, dataset):
-        if found != expected:
-            raise ConfigError(f"model.{key} is for {found} {things}, but {data} has {expected}")
-    if loader_name == "train_dataloader":
-        info = dataset.get_info(0)
-        # Each head, and the keys of a frame's record that it learns from.
-        needed: list[tuple[str, tuple[str, ...]]] = [
-            (name, ("map_annos",) if head.gt_cls_key == "gt_map_labels" else ("gt_boxes",))
-            for name, head in _heads(model)
-        ]
-        planners = [name for name, part in model.named_modules() if hasattr(part, "motion_anchor")]
-        needed += [(name, ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")) for name in planners]
-        for head, keys in needed:
-            if missing := [key for key in keys if key not in info]:
-                raise ConfigError(
-                    f"model.{head} learns from {', '.join(missing)}, but frame {info['token']} of {dataset.ann_file} "
-                    f"does not have it. Without it, leave out the head by model.head.task_config"
-                )
-
-
-def _numbers(model: nn.Module, dataset: Any) -> Iterator[tuple[str, int, int, str]]:
-    """Yield a key of the model, its number, the number of the data set, and the noun that is counted."""
-    for name, head in _heads(model):
-        is_map = head.gt_cls_key == "gt_map_labels"
-        classes, kind = (dataset.MAP_CLASSES, "map classes") if is_map else (dataset.CLASSES, "classes")
-        for layer in head.layers:
-            if hasattr(layer, "num_cams"):
-                yield f"{name}.deformable_model.num_cams", layer.num_cams, dataset.num_cameras, "cameras"
-            if getattr(layer, "cls_layers", None) is not None:
-                yield f"{name}.refine_layer.num_cls", layer.num_cls, len(classes), kind
-        if hasattr(head.sampler, "num_cls"):
-            yield f"{name}.sampler.num_cls", head.sampler.num_cls, len(classes), kind
     info = dataset.get_info(0)
+    is_learnt = loader_name == "train_dataloader"
     for name, module in model.named_modules():
-        if hasattr(module, "motion_anchor"):
-            for key, of in (("fut_ts", "gt_agent_fut_trajs"), ("ego_fut_ts", "gt_ego_fut_trajs")):
-                if of in info:
-                    yield f"{name}.{key}", getattr(module, key), info[of].shape[-2], f"steps of {of}"
-            yield f"{name}.motion_anchor", len(module.motion_anchor), len(dataset.CLASSES), "classes"
-
-
-def _heads(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
+        keys: tuple[str, ...] = ()
+        numbers: Iterable[_Number] = ()
         if hasattr(module, "gt_cls_key") and hasattr(module, "layers"):
-            yield name, module
+            is_map = module.gt_cls_key == "gt_map_labels"
+            keys = ("map_annos",) if is_map else ("gt_boxes",)
+            numbers = _numbers_of_head(module, dataset, is_map)
+        elif hasattr(module, "motion_anchor"):
+            keys = ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")
+            numbers = _numbers_of_planner(module, dataset, info)
+        for key, found, expected, things in numbers:
+            if found != expected:
+                raise ConfigError(
+                    f"model.{name}.{key} is for {found} {things}, but {loader_name}.dataset has {expected}"
+                )
+        missing = [key for key in keys if key not in info]
+        if missing and is_learnt:
+            raise ConfigError(
+                f"model.{name} learns from {', '.join(missing)}, but frame {info['token']} of {dataset.ann_file} "
+                "does not have it. Without it, leave out the head by model.head.task_config"
+            )
+
+
+def _numbers_of_head(head: Any, dataset: Any, is_map: bool) -> Iterator[_Number]:
+    classes, kind = (dataset.MAP_CLASSES, "map classes") if is_map else (dataset.CLASSES, "classes")
+    count = len(classes)
+    for layer in head.layers:
+        if hasattr(layer, "num_cams"):
+            yield "deformable_model.num_cams", layer.num_cams, dataset.num_cameras, "cameras"
+        if getattr(layer, "cls_layers", None) is not None:
+            yield "refine_layer.num_cls", layer.num_cls, count, kind
+    if hasattr(head.sampler, "num_cls"):
+        yield "sampler.num_cls", head.sampler.num_cls, count, kind
+
+
+def _numbers_of_planner(planner: Any, dataset: Any, info: dict[str, Any]) -> Iterator[_Number]:
+    for key, of in (("fut_ts", "gt_agent_fut_trajs"), ("ego_fut_ts", "gt_ego_fut_trajs")):
+        if of in info:
+            yield key, getattr(planner, key), info[of].shape[-2], f"steps of {of}"
+    yield "motion_anchor", len(planner.motion_anchor), len(dataset.CLASSES), "classes"

@@ -12,6 +12,9 @@ from visdet.registry import HOOKS
 class IterTimerHook(_IterTimerHook):
     """Writes the time of each iteration, that of its data, and the time that remains (eta), in seconds."""
 
+    time_sec_tot: float
+    time_sec_test_val: float
+
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
         self.t = time.perf_counter()
 
@@ -21,15 +24,14 @@ class IterTimerHook(_IterTimerHook):
     def _after_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        now = time.perf_counter()
+        now, hub = time.perf_counter(), runner.message_hub
         seconds, self.t = now - self.t, now
-        runner.message_hub.update_scalar(f"{mode}/time", seconds)
+        hub.update_scalar(f"{mode}/time", seconds)
         if mode == "train":
-            self.time_sec_tot += seconds
-            done, to_do = runner.iter - self.start_iter + 1, runner.max_iters - runner.iter - 1
-            runner.message_hub.update_info("eta", self.time_sec_tot / done * to_do)
-            return
-        self.time_sec_test_val += seconds
-        loader = runner.val_dataloader if mode == "val" else runner.test_dataloader
-        done = batch_idx + 1
-        runner.message_hub.update_info("eta", self.time_sec_test_val / done * (len(loader) - done))
+            first = self.start_iter
+            done, total = runner.iter - first + 1, runner.max_iters - first
+            self.time_sec_tot = spent = self.time_sec_tot + seconds
+        else:
+            done, total = batch_idx + 1, len(getattr(runner, f"{mode}_dataloader"))
+            self.time_sec_test_val = spent = self.time_sec_test_val + seconds
+        hub.update_info("eta", spent / done * (total - done))

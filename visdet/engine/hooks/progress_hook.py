@@ -32,7 +32,7 @@ class ProgressHook(Hook):
 
     def __init__(self, interval: int | None = None) -> None:
         self.interval = interval
-        self._progress: Progress | None = None
+        self._bars = Progress(disable=True)
         self._tasks: dict[str, TaskID] = {}
         self._redrawn_at = 0.0
         self._stage_began = 0.0
@@ -43,23 +43,23 @@ class ProgressHook(Hook):
         if self.interval is None:
             loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
             self.interval = loggers[0].interval if loggers else 50
-        if is_main_process() and console.is_terminal:
-            # The bar is drawn without a thread, which could hold a lock at the moment when a data worker is forked.
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                console=console,
-                auto_refresh=False,
-                transient=True,
-            )
+        # The bar is drawn without a thread, which could hold a lock at the moment when a data worker is forked.
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not (is_main_process() and console.is_terminal),
+        )
+        self._tasks = {}
 
-    def on_exit(self, runner: Any) -> None:
+    def on_exit(self, runner: Any = None) -> None:
         """Give the terminal back."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if not self._bars.disable:  # rich would print an empty line.
+            self._bars.stop()
 
     def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
@@ -71,14 +71,15 @@ class ProgressHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         """Show the iteration."""
-        done = runner.iter + 1
-        if self._progress is None:
-            is_early = done == self._first + _FIRST_LINE or time.monotonic() - self._said_at > _LINE_SECONDS
-            if is_early or done % self.interval == 0 or done == runner.max_iters:
-                say(self._train_line(runner, outputs or {}, with_parts=True))
-                self._said_at = time.monotonic()
-        else:
-            self._advance("train", done, self._train_line(runner, outputs or {}, with_parts=False))
+        done, values = runner.iter + 1, outputs or {}
+        if not self._bars.disable:
+            self._advance("train", done, self._train_line(runner, values, with_parts=False))
+            return
+        now = time.monotonic()
+        is_early = done == self._first + _FIRST_LINE or now - self._said_at > _LINE_SECONDS
+        if is_early or done % self.interval == 0 or done == runner.max_iters:
+            say(self._train_line(runner, values, with_parts=True))
+            self._said_at = now
 
     def after_train(self, runner: Any) -> None:
         """End the training bar."""
@@ -110,25 +111,22 @@ class ProgressHook(Hook):
 
     def _begin(self, stage: str, total: int, done: int) -> None:
         self._stage_began = time.monotonic()
-        if self._progress is not None:
-            self._tasks[stage] = self._progress.add_task(stage, total=total, completed=done, status="")
+        self._tasks[stage] = self._bars.add_task(stage, total=total, completed=done, status="")
 
     def _advance(self, stage: str, done: int, status: str) -> None:
-        if self._progress is None:
-            return
-        self._progress.start()  # The bar starts here, so that there is none below messages before the first batch.
-        self._progress.update(self._tasks[stage], completed=done, status=status)
-        if time.monotonic() - self._redrawn_at > _REFRESH_SECONDS:
-            self._progress.refresh()
-            self._redrawn_at = time.monotonic()
+        bars, now = self._bars, time.monotonic()
+        bars.start()  # The bar starts here, so that there is none below messages before the first batch.
+        bars.update(self._tasks[stage], completed=done, status=status)
+        if now - self._redrawn_at > _REFRESH_SECONDS:
+            bars.refresh()
+            self._redrawn_at = now
 
     def _end(self, stage: str) -> None:
-        if self._progress is not None and stage in self._tasks:
-            self._progress.remove_task(self._tasks.pop(stage))
-            if self._tasks:
-                self._progress.refresh()
-            else:
-                self._progress.stop()
+        bars, tasks = self._bars, self._tasks
+        bars.remove_task(tasks.pop(stage))
+        bars.refresh()
+        if not tasks:
+            self.on_exit()
 
     def _say_metrics(self, head: str, metrics: dict | None) -> None:
         shown = [
@@ -146,21 +144,22 @@ class ProgressHook(Hook):
         def smoothed(name: str) -> float:
             return float(hub.get_scalar(f"train/{name}").mean(window))
 
-        words = [] if not with_parts else [self._position(runner, 1)]
-        if "loss" in outputs:
-            words.append(f"loss {_number(smoothed('loss'))}")
-        if with_parts and (
-            parts := _loss_parts({name: smoothed(name) for name in outputs if name != "loss"})
-        ):
-            words.append(f"({parts})")
-        lr = hub.get_scalar("train/lr" if "train/lr" in hub.log_scalars else "train/base_lr").current()
-        words.append(f"lr {lr:.2e}")
-        if "train/time" in hub.log_scalars:
-            words.append(f"{smoothed('time'):.3f} s/it")
-            if with_parts:
-                words.append(f"(data {smoothed('data_time'):.3f})")
-            words.append(f"eta {timedelta(seconds=int(hub.get_info('eta')))}")
-        return "  ".join(words)
+        known = hub.log_scalars
+        losses = {name: smoothed(name) for name in (outputs if with_parts else ("loss",)) if name in outputs}
+        loss = f"loss {_number(losses.pop('loss'))}" if "loss" in losses else ""
+        parts = _loss_parts(losses)
+        lr = hub.get_scalar("train/lr" if "train/lr" in known else "train/base_lr").current()
+        words = [
+            self._position(runner, 1) if with_parts else "",
+            loss,
+            parts and f"({parts})",
+            f"lr {lr:.2e}",
+        ]
+        if "train/time" in known:
+            data = f"(data {smoothed('data_time'):.3f})" if with_parts else ""
+            eta = timedelta(seconds=int(hub.get_info("eta")))
+            words += [f"{smoothed('time'):.3f} s/it", data, f"eta {eta}"]
+        return "  ".join(filter(None, words))
 
     def _position(self, runner: Any, ahead: int) -> str:
         """Return the position of training as text, ``ahead`` iterations (and epochs) after the runner's counts.
@@ -169,9 +168,9 @@ class ProgressHook(Hook):
         """
         if not self._trains:
             return ""
-        position = f"iter {runner.iter + ahead}/{runner.max_iters}"
+        position, total = f"iter {runner.iter + ahead}/{runner.max_iters}", runner.max_epochs
         if runner.train_loop.by_epoch:
-            position = f"epoch {min(runner.epoch + ahead, runner.max_epochs)}/{runner.max_epochs}  {position}"
+            position = f"epoch {min(runner.epoch + ahead, total)}/{total}  {position}"
         return position
 
 

@@ -34,30 +34,31 @@ class RunReportHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
-        model = unwrapped(runner.model)
+        model, loop, start, done = unwrapped(runner.model), runner.train_loop, runner.load_from, runner.iter
         total, trained = parameters_of(model)
-        loader, processes = runner.train_dataloader, get_world_size()
-        batch = getattr(loader.batch_sampler, "batch_size", "?")
-        length = f"{runner.max_epochs} epochs, " if runner.train_loop.by_epoch else ""
+        data, sampler, processes = loop.dataloader.dataset, loop.dataloader.batch_sampler, get_world_size()
+        batch = getattr(sampler, "batch_size", "?")
+        length = f"{loop.max_epochs} epochs, " if loop.by_epoch else ""
         rows = {
             "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",
             "model": f"{type(model).__name__}, {_millions(total)} parameters ({_millions(trained)} trained)",
-            "train": f"{_size(loader.dataset)}, batch {batch} x {processes} "
-            f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
+            "train": f"{_size(data)}, batch {batch} x {processes} "
+            f"process{'es' if processes > 1 else ''}, {length}{loop.max_iters} iterations",
         }
-        if isinstance(batch, int) and batch > len(loader.dataset):
+        if isinstance(batch, int) and batch > len(data):
             rows["train"] += ". A batch is larger than the data set; --batch-size sets a smaller one"
         if runner.val_loop is not None:
-            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {_validations(runner.train_loop)}"
+            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {_validations(loop)}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
-                options = "".join(f", {key} {value}" for key, value in hook.ema_cfg.items() if key != "type")
-                rows["EMA"] = f"{hook.ema_cfg['type']}{options}"
-        rows["start"] = f"weights of {runner.load_from}" if runner.load_from else "from scratch"
-        if runner.iter > 0:
+                options = dict(hook.ema_cfg)
+                kind = options.pop("type")
+                rows["EMA"] = ", ".join([kind, *(f"{key} {value}" for key, value in options.items())])
+        rows["start"] = f"weights of {start}" if start else "from scratch"
+        if done > 0:
             resumed = short_path(runner.resumed_from)
-            rows["start"] = f"resumed from {resumed} at iteration {runner.iter} of {runner.max_iters}"
+            rows["start"] = f"resumed from {resumed} at iteration {done} of {loop.max_iters}"
         rows["writes to"] = f"{short_path(runner.work_dir)} (log: {short_path(runner.logger.log_file)})"
         for name, row in rows.items():
             say(f"{name:<10} {row}")
@@ -74,34 +75,34 @@ class RunReportHook(Hook):
 
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
+        loop, work_dir, done, total = runner.train_loop, runner.work_dir, runner.iter, runner.max_iters
         if runner.val_loop is not None:
             self._print_metrics(runner.val_evaluator)
-        if getattr(runner.train_loop, "stop_training", False) and runner.iter < runner.max_iters:
+        if getattr(loop, "stop_training", False) and done < total:
             reasons = [
                 f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}, the best was "
                 f"{hook.best_score:.4g}, and {hook.wait_count} validations brought no more"
                 for hook in runner.hooks
                 if isinstance(hook, EarlyStoppingHook)
             ]
-            say(
-                f"stopped after {runner.iter} of {runner.max_iters} iterations: "
-                + ("; ".join(reasons) or "a hook has set stop_training")
-            )
+            reason = "; ".join(reasons) or "a hook has set stop_training"
+            say(f"stopped after {done} of {total} iterations: {reason}")
         say("written:")
         hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-        for label, path in (
-            ("last checkpoint", hooks[0].last_ckpt if hooks else None),
-            ("best checkpoint", runner.message_hub.get_info("best_ckpt")),
-            ("log", runner.logger.log_file),
-            ("pictures", val_pictures_folder(runner)),
-            ("TensorBoard", os.path.join(runner.log_dir, "vis_data")),
-        ):
+        written = {
+            "last checkpoint": hooks[0].last_ckpt if hooks else None,
+            "best checkpoint": runner.message_hub.get_info("best_ckpt"),
+            "log": runner.logger.log_file,
+            "pictures": val_pictures_folder(runner),
+            "TensorBoard": os.path.join(runner.log_dir, "vis_data"),
+        }
+        for label, path in written.items():
             if path and os.path.exists(path):
                 say(f"  {label:<16} {short_path(path)}")
         say("look at it:")
-        folder = shlex.quote(short_path(runner.work_dir))
+        folder = shlex.quote(short_path(work_dir))
         say(f"  tensorboard --logdir {folder}")
-        if os.path.exists(os.path.join(runner.work_dir, BEST)):
+        if os.path.exists(os.path.join(work_dir, BEST)):
             say(f"  visdet infer {folder}/{BEST} IMAGE|VIDEO|FOLDER ...")
         say(f"  visdet curves {folder}")
 
@@ -119,13 +120,12 @@ class RunReportHook(Hook):
             if not rows:
                 continue
             names = [name for name in rows[0] if name.startswith(("mAP", "AP"))]
-            means = {
-                name.split("/", 1)[-1].removeprefix("bbox_"): value for name, value in self.metrics.items()
-            }
-            total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)} | means
+            total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)}
+            for name, value in self.metrics.items():
+                total[name.split("/", 1)[-1].removeprefix("bbox_")] = value
             table = []
-            for row in [*rows, total]:
-                table.append((row["name"], row["num_boxes"], *[row.get(name, math.nan) for name in names]))
+            for row in (*rows, total):
+                table.append([row.get(name, math.nan) for name in ("name", "num_boxes", *names)])
             say(table_text(("class", "boxes", *names), table))
 
 
@@ -149,7 +149,8 @@ def _size(dataset: Any) -> str:
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU ({torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''})"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def _millions(count: int) -> str:
@@ -162,6 +163,5 @@ def _optimizer(wrapper: Any) -> str:
     rates = sorted({group.get("initial_lr", group["lr"]) for group in wrapper.param_groups})
     shown = " / ".join(f"{rate:.1e}" for rate in rates)
     counts = wrapper._accumulative_counts
-    return f"{type(wrapper.optimizer).__name__}, learning rate {shown}, {precision}" + (
-        f", gradients of {counts} iterations" if counts > 1 else ""
-    )
+    updates = f", gradients of {counts} iterations" if counts > 1 else ""
+    return f"{type(wrapper.optimizer).__name__}, learning rate {shown}, {precision}{updates}"

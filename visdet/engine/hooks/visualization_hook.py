@@ -1,13 +1,13 @@
 """A hook that draws predictions beside the ground truth."""
 
 import os
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.structures import BaseDataElement
+from torch import Tensor
 
 from visdet.checks.arguments import also_takes
 from visdet.registry import HOOKS
@@ -120,28 +120,27 @@ class DetVisualizationHook(Hook):
         """Keep the first images for the sheet and, with ``draw``, draw the first image of some batches."""
         if get_rank() != 0:
             return
-        pairs = zip(data_batch["inputs"], outputs or (), strict=True)
-        for inputs, sample in islice(pairs, self.num_val_pictures - len(self._sheet)):
+        pairs = list(zip(data_batch["inputs"], outputs or (), strict=True))
+        for inputs, sample in pairs[: self.num_val_pictures - len(self._sheet)]:
             self._sheet.append((image_of(sample, inputs, is_bgr(runner.cfg)), sample.to("cpu")))
         if self.draw and outputs and batch_idx % self.interval == 0:
-            image = image_of(outputs[0], data_batch["inputs"][0], is_bgr(runner.cfg))
             # In a run that does not train, reading ``runner.iter`` would build the training loop.
             step = runner.iter if self._trains else 0
-            self._draw(runner, image, outputs[0], "val_img", step + batch_idx, None)
+            self._draw(runner, *pairs[0], "val_img", step + batch_idx, None)
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Draw the sheet."""
         if not self._sheet or not self._trains:
             return
         self._measured = thresholds_of(runner.val_evaluator.metrics)
-        step = runner.iter
+        step, thresholds = runner.iter, self._thresholds(runner)
         images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
             runner.visualizer.add_contact_sheet(
                 "val_pictures",
                 images,
                 samples,
-                pred_score_thr=self._thresholds(runner),
+                pred_score_thr=thresholds,
                 out_file=out_file,
                 step=step,
             )
@@ -172,15 +171,14 @@ class DetVisualizationHook(Hook):
             if self.test_out_dir is not None:
                 source = sample.get("img_path") or str(sample.get("token", f"{self._images_tested:06d}"))
                 path = str(self._pictures.path_of(source, os.path.basename(source)))
-            image = image_of(sample, inputs, is_bgr(runner.cfg))
-            self._draw(runner, image, sample, "test_img", self._images_tested, path)
+            self._draw(runner, inputs, sample, "test_img", self._images_tested, path)
 
     def _draw(
-        self, runner: Any, image: np.ndarray, sample: BaseDataElement, name: str, step: int, path: str | None
+        self, runner: Any, inputs: Tensor, sample: BaseDataElement, name: str, step: int, path: str | None
     ) -> None:
         runner.visualizer.add_datasample(
             name,
-            image,
+            image_of(sample, inputs, is_bgr(runner.cfg)),
             data_sample=sample,
             show=self.show,
             wait_time=self.wait_time,
