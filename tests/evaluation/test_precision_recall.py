@@ -109,16 +109,15 @@ def test_boxes_of_frames_and_map_lines_have_curves():
     boxes = np.zeros((3, 9))
     boxes[:, 0], boxes[:, 3:6] = (0, 10, 20), 1
     moved = boxes + np.array([0.5, *[0] * 8])
-    frame = {
-        "pose": np.eye(4),
-        "vehicle": np.zeros(2),
+    objects = {
         "gt_boxes": boxes,
         "gt_labels": np.array([0, 0, 1]),
-        "gt_attributes": None,
+        "gt_attributes": np.full(3, ""),
         "boxes": np.concatenate([moved, moved[:1] + 30]),
         "scores": np.array([0.9, 0.8, 0.7, 0.6]),
         "labels": np.array([0, 1, 1, 0]),  # The second is a car that is taken for a bus.
     }
+    frame = {"vehicle": np.zeros(2), "objects": objects, "has_attributes": False}
     metric = NuScenesMetric(classes=("car", "bus"))
     metric.compute_metrics([frame, frame])
     car, bus = metric.curve_report.classes.values()

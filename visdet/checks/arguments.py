@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -18,6 +18,7 @@ __all__ = [
     "Above0",
     "AtLeast0",
     "Count",
+    "Names",
     "Positive",
     "Range",
     "SameAs",
@@ -55,6 +56,18 @@ class Range(NamedTuple):
         return f"from {self.least} to {self.most}" if self.most < math.inf else f"of {self.least} or more"
 
 
+class Distinct:
+    """The limit that no item of a list occurs twice."""
+
+    def has(self, items: Collection) -> bool:
+        """Return whether the items are distinct."""
+        return len({*items}) == len(items)
+
+    def __str__(self) -> str:
+        return "of distinct items"
+
+
+Names = Annotated[Sequence[str], Distinct()]
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]

@@ -11,11 +11,10 @@ from mmengine.dataset import Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
-from visdet.checks.arguments import Positive
+from visdet.checks.arguments import Names, Positive
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS
-from visdet.structures.class_names import checked_names
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
 from .augmentation import drawn_augmentation
@@ -92,8 +91,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         ann_file: str,
         pipeline: Sequence[dict | Callable] | None = None,
         data_root: str | None = None,
-        classes: Sequence[str] | None = None,
-        map_classes: Sequence[str] | None = None,
+        classes: Names | None = None,
+        map_classes: Names | None = None,
         load_interval: Positive = 1,
         with_velocity: Literal[True] = True,
         modality: dict | None = None,
@@ -120,8 +119,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.data_aug_conf = data_aug_conf
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
-        self.CLASSES = checked_names("classes", classes or self.METAINFO["classes"])
-        self.MAP_CLASSES = checked_names("map_classes", map_classes or self.METAINFO["map_classes"])
+        self.CLASSES = tuple(classes or self.METAINFO["classes"])
+        self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._warned_about: set[str] = set()
         with where_to_get(_where_from(ann_file, data_root)):

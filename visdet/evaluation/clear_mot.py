@@ -50,8 +50,9 @@ class Counts:
 
     @property
     def mota(self) -> float:
+        """MOTA in 0..1, which is 0 without objects."""
         errors = self.misses + self.switches + self.false_alarms
-        return max(0.0, 1 - errors / self.objects) if self.objects else float("nan")
+        return max(0.0, 1 - errors / self.objects) if self.objects else 0.0
 
     @property
     def motar(self) -> float:
@@ -144,15 +145,15 @@ def motar_curve(
     max_distance: float,
     num_thresholds: int = 40,
     min_recall: float = 0.1,
-) -> list[Counts | None]:
-    """Return the events at each recall threshold, or ``None`` for a recall that is not reached."""
+) -> list[Counts]:
+    """Return the events at each recall threshold, without any at a recall that is not reached."""
     everything = count_events(scenes, max_distance)
     thresholds = recall_thresholds(
         everything.match_scores, max(everything.objects, 1), num_thresholds, min_recall
     )
     reached = set(thresholds[~np.isnan(thresholds)].tolist())
     known = {threshold: count_events(scenes, max_distance, threshold) for threshold in reached}
-    return [None if np.isnan(threshold) else known[threshold] for threshold in thresholds]
+    return [known.get(threshold, Counts()) for threshold in thresholds.tolist()]
 
 
 def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:

@@ -12,12 +12,11 @@ from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import Positive, Range, also_takes
+from visdet.checks.arguments import Names, Positive, Range, also_takes
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, listed
 from visdet.files.writing import write_atomically
 from visdet.registry import METRICS
-from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
     box_area,
     id_order,
@@ -100,7 +99,7 @@ class CocoMetric(BaseMetric):
         outfile_prefix: str | None = None,
         iou_thrs: Iou | Sequence[Iou] | None = None,
         proposal_nums: Sequence[Positive] = (100, 300, 1000),
-        metric_items: Sequence[str] | None = None,
+        metric_items: Names | None = None,
         backend: Literal["faster_coco_eval", "pycocotools"] | None = None,
         backend_args: dict | None = None,
         collect_device: str = "cpu",
@@ -119,9 +118,7 @@ class CocoMetric(BaseMetric):
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
         known = [*self.precisions, *recalls]
-        self.metric_items = list(
-            checked_names("CocoMetric: metric_items", metric_items or list(self.precisions))
-        )
+        self.metric_items = list(metric_items or self.precisions)
         unknown = [item for item in self.metric_items if item not in known]
         if unknown:
             raise InvalidInputError(f"CocoMetric: metric_items must be of {known}, got {unknown}")

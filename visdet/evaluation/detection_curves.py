@@ -11,6 +11,10 @@ from .precision_recall import take_closest
 
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
+_FIRST, _LEAST_PRECISION = (
+    11,
+    0.1,
+)  # the position of the least recall that counts, and the precision above which it does
 # Of one class in one frame: the true boxes ``gt_boxes`` [n, 9] and the predictions ``boxes`` [m, 9], which are x, y, z,
 # length, width, height, yaw, vx and vy, the ``scores`` [m] of these and, for errors alone, ``gt_attributes`` [n] and
 # ``attributes`` [m], which are empty texts where they are not known. For matching alone, x and y suffice.
@@ -159,17 +163,16 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     return np.divide(np.nancumsum(values), counts, out=np.zeros(len(values)), where=counts != 0)
 
 
-def average_precision(curve: Matches, min_recall: float = 0.1, min_precision: float = 0.1) -> float:
-    """Return the mean of the precision above ``min_precision`` over recalls above ``min_recall``, scaled to 0..1."""
-    precision = curve.precision[round(100 * min_recall) + 1 :] - min_precision
-    return float(np.maximum(precision, 0).mean() / (1 - min_precision))
+def average_precision(curve: Matches) -> float:
+    """Return the mean of the precision above 0.1 over the recalls above 0.1, scaled to 0..1."""
+    precision = curve.precision[_FIRST:] - _LEAST_PRECISION
+    return float(np.maximum(precision, 0).mean() / (1 - _LEAST_PRECISION))
 
 
-def tp_error(curve: Matches, name: str, min_recall: float = 0.1, unreached: float = 1.0) -> float:
-    """Return the mean of a running error over the recalls from ``min_recall`` to the highest that is reached.
+def tp_error(curve: Matches, name: str, unreached: float = 1.0) -> float:
+    """Return the mean of a running error over the recalls above 0.1 up to the highest that is reached.
 
-    If ``min_recall`` is not reached, the result is ``unreached``.
+    If there are none, the result is ``unreached``.
     """
-    first, reached = round(100 * min_recall) + 1, np.flatnonzero(curve.confidence)
-    is_reached = len(reached) and reached[-1] >= first
-    return float(curve.errors[name][first : reached[-1] + 1].mean()) if is_reached else unreached
+    end = 1 + np.flatnonzero(curve.confidence).max(initial=0)
+    return float(curve.errors[name][_FIRST:end].mean()) if end > _FIRST else unreached

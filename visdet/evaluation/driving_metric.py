@@ -11,9 +11,9 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import Names
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
-from visdet.structures.class_names import checked_names
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.poses import moved_boxes
 
@@ -25,26 +25,36 @@ _PREDICTED = (
     *("scores", "labels"),
 )
 _MAX_BOXES = 500  # of a frame, which nuScenes' evaluation counts
+Objects = Mapping[str, np.ndarray]  # see DrivingBoxMetric.boxes_of
 
 
 class DrivingMetric(BaseMetric):
     """A metric over frames that have a ``token``.
 
-    Each process keeps one dict per frame, which :meth:`keep` completes. At the end, the frames of all processes are
-    gathered, and every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of
+    Each process keeps one dict per frame. At the end, the frames of all processes are gathered, and every token counts
+    once. Samplers may therefore repeat frames, and ranks may have different numbers of
     frames. Different frames must have different tokens. After an evaluation, ``curve_report`` holds the precision over
     the recall of each class, if the metric measures it.
 
     Attributes:
         true_keys: what a sample must have. predicted_keys: what its predictions must have.
+        classes: the names of the labels, if they are not those of the data set.
+        meta_key: the entry of the data set's meta information with its names.
     """
 
+    classes: Sequence[str] | None = None
+    meta_key: ClassVar[str] = "classes"
     true_keys: ClassVar[tuple[str, ...]] = ()
     predicted_keys: ClassVar[tuple[str, ...]] = ()
     curve_report: CurveReport | None = None
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the labels."""
+        return self.classes or self.dataset_meta[self.meta_key]
+
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Check the frames of a batch, and keep what :meth:`read` returns of them."""
+        """Check the frames of a batch, and keep what :meth:`read` returns of them, with ``token`` and ``place``."""
         for sample in data_samples:
             prediction = predictions_of(sample)
             name = f"{type(self).__name__}: frame {sample['token']}"
@@ -62,20 +72,17 @@ class DrivingMetric(BaseMetric):
                 name, DIVERGED, **found, **_numbered("predicted vectors", prediction.get("vectors", ()))
             )
             self.check_true(sample)
-            self.keep(sample, self.read(sample, prediction))
+            place = {
+                "scene_token": sample.get("scene_token"),
+                "timestamp": None if sample.get("timestamp") is None else float(sample["timestamp"]),
+                "T_global": None if sample.get("T_global") is None else as_array(sample["T_global"]).tolist(),
+            }
+            frame = self.read(sample, prediction)
+            self.results.append({"token": sample["token"], "place": place, **frame})
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the metric keeps of a frame, given its sample and all of its predictions in one dict."""
         raise NotImplementedError
-
-    def keep(self, sample: Mapping[str, Any], frame: dict[str, Any]) -> None:
-        """Add what is kept of a frame to the results, with the ``token`` and the ``place`` of its sample."""
-        place = {
-            "scene_token": sample.get("scene_token"),
-            "timestamp": None if sample.get("timestamp") is None else float(sample["timestamp"]),
-            "T_global": None if sample.get("T_global") is None else as_array(sample["T_global"]).tolist(),
-        }
-        self.results.append({"token": sample["token"], "place": place, **frame})
 
     def check_true(self, sample: Mapping[str, Any], **values: Any) -> None:
         """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite.
@@ -147,13 +154,13 @@ class DrivingBoxMetric(DrivingMetric):
 
     def __init__(
         self,
-        classes: Sequence[str] | None,
+        classes: Names | None,
         class_range: Mapping[str, float] | float,
         prefix: str | None,
         collect_device: str,
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = None if classes is None else checked_names(f"{type(self).__name__}: classes", classes)
+        self.classes = classes
         self.class_range = class_range
 
     def range_of(self, name: str) -> float:
@@ -171,14 +178,19 @@ class DrivingBoxMetric(DrivingMetric):
         return self.class_range[name]
 
     def boxes_of(
-        self, sample: Mapping[str, Any], prediction: Mapping[str, Any], kept: np.ndarray
+        self,
+        sample: Mapping[str, Any],
+        prediction: Mapping[str, Any],
+        kept: np.ndarray,
+        **others: np.ndarray,
     ) -> dict[str, Any]:
-        """Return the boxes [n, 9] of a frame in the world, with their labels and scores.
+        """Return the ``objects`` of a frame, which are its boxes [n, 9] in the world with their labels and scores.
 
         The ``vehicle`` [2] is at ``ego2global_translation`` of the sample, or else where the lidar frame is.
 
         Args:
             sample: the frame. prediction: all of its predictions. kept: the rows of those that count.
+            others: more values of the boxes. The names of those of true boxes begin with ``gt_``.
 
         Raises:
             InvalidInputError: true boxes are NaN or infinite.
@@ -186,29 +198,30 @@ class DrivingBoxMetric(DrivingMetric):
         self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
         pose = np.asarray(sample["T_global"], dtype=np.float64)
         vehicle = sample.get("ego2global_translation", pose[:3, 3])
-        return {
-            "vehicle": np.asarray(vehicle, dtype=np.float64)[:2],
+        objects = {
             "gt_boxes": boxes_in_world(sample["gt_bboxes_3d"], pose),
             "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1).astype(np.int64),
             "boxes": boxes_in_world(prediction["boxes_3d"], pose)[kept],
             "scores": as_array(prediction["scores_3d"])[kept],
             "labels": as_array(prediction["labels_3d"])[kept].astype(np.int64),
         }
+        return {"vehicle": np.asarray(vehicle, dtype=np.float64)[:2], "objects": objects | others}
 
     @staticmethod
-    def in_range(frame: Mapping[str, Any], reaches: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return which true boxes [n] and which predictions [m] of a frame count.
+    def in_range(frame: Mapping[str, Any], reaches: Sequence[float]) -> Objects:
+        """Return the true boxes and the predictions of a frame that count.
 
         Args:
             frame: the result of :meth:`boxes_of`.
             reaches: the distance in metres of each label. With 0, boxes of the label do not count.
         """
         reach = np.array([*reaches, 0.0])
-        masks = []
-        for boxes, labels in ((frame["gt_boxes"], frame["gt_labels"]), (frame["boxes"], frame["labels"])):
-            distance = np.linalg.norm(boxes[:, :2] - frame["vehicle"], axis=1)
+        objects, masks = frame["objects"], []
+        for kind in ("gt_", ""):
+            labels = objects[f"{kind}labels"]
+            distance = np.linalg.norm(objects[f"{kind}boxes"][:, :2] - frame["vehicle"], axis=1)
             masks.append(distance < reach[np.where(labels < len(reaches), labels, -1)])
-        return masks[0], masks[1]
+        return chosen(objects, *masks)
 
     @staticmethod
     def best_boxes(prediction: Mapping[str, Any], least_score: float = -np.inf) -> np.ndarray:
@@ -217,6 +230,16 @@ class DrivingBoxMetric(DrivingMetric):
         best = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
         confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
         return best[confidence[best] >= least_score]
+
+
+def chosen(objects: Objects, is_true: np.ndarray, is_found: np.ndarray) -> Objects:
+    """Return the true boxes and the predictions of a frame for which the masks are True."""
+    return {key: values[is_true if key.startswith("gt_") else is_found] for key, values in objects.items()}
+
+
+def mean_of(values: Sequence[float] | np.ndarray) -> float:
+    """Return the mean of values, or NaN if there are none."""
+    return float(np.mean(values)) if len(values) else float("nan")
 
 
 def as_array(value: Any) -> np.ndarray:

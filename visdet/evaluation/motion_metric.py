@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import Names
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.tables import table_text
@@ -76,7 +77,7 @@ class MotionMetric(DrivingBoxMetric):
 
     def __init__(
         self,
-        classes: Sequence[str] | None = None,
+        classes: Names | None = None,
         class_mapping: Mapping[str, str] | None = None,
         class_range: Mapping[str, float] | float | None = None,
         score_threshold: float = 0.2,
@@ -110,47 +111,38 @@ class MotionMetric(DrivingBoxMetric):
         kept = self.best_boxes(prediction, self.score_threshold)
         times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
         constant = boxes[kept, None, :2] + times * boxes[kept, None, 7:9]
-        return self.boxes_of(sample, prediction, kept) | {
-            "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
-            "gt_known": known,
-            "paths": paths[kept],
-            "constant": constant[:, None],
-        }
+        return self.boxes_of(
+            sample,
+            prediction,
+            kept,
+            gt_paths=gt_boxes[:, None, :2] + steps.cumsum(axis=1),
+            gt_known=known,
+            paths=paths[kept],
+            constant=constant[:, None],
+        )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the four values of each merged class, for the model and for constant velocity."""
-        classes = self.classes or self.dataset_meta["classes"]
-        merged = [self.class_mapping.get(name) for name in classes]
+        merged = [self.class_mapping.get(name) for name in self.names]
         names = list(dict.fromkeys(name for name in merged if name is not None))
         if not names:
             raise InvalidInputError(
-                f"MotionMetric: class_mapping must name one of {', '.join(classes)}, "
+                f"MotionMetric: class_mapping must name one of {', '.join(self.names)}, "
                 f"got {', '.join(self.class_mapping)}"
             )
         metrics: dict[str, float] = {}
         rows = []
         for name in names:
             reaches = [self.range_of(name) if other == name else 0.0 for other in merged]
+            frames = [self.in_range(frame, reaches) for frame in results]
             for prefix, key in (("", "paths"), ("constant_velocity_", "constant")):
-                frames = [self._of_class(frame, reaches, key) for frame in results]
-                scores = motion_scores(frames, self.unknown_is_right)
+                of_source = [{**frame, "paths": frame[key]} for frame in frames]
+                scores = motion_scores(of_source, self.unknown_is_right)
                 metrics |= {f"{prefix}{name}_{key}": value for key, value in scores.items()}
                 source = prefix.replace("_", " ").strip() or "model"
                 rows.append((name, source, *(scores[key] for key in _NAMES)))
         print_log(table_text(("class", "paths", *_NAMES), rows), logger="current")
         return metrics
-
-    def _of_class(self, frame: dict, reaches: Sequence[float], key: str) -> dict[str, np.ndarray]:
-        """Return the part of a frame that ``motion_scores`` needs for one class."""
-        truth, mine = self.in_range(frame, reaches)
-        return {
-            "gt_boxes": frame["gt_boxes"][truth],
-            "gt_paths": frame["gt_paths"][truth],
-            "gt_known": frame["gt_known"][truth],
-            "boxes": frame["boxes"][mine],
-            "scores": frame["scores"][mine],
-            "paths": frame[key][mine],
-        }
 
 
 def motion_scores(

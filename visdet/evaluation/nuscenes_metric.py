@@ -1,25 +1,24 @@
 """nuScenes' detection metrics, which are mAP over centre distances, five true-positive errors and NDS."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import also_takes
+from visdet.checks.arguments import Names, also_takes
 from visdet.registry import METRICS
 from visdet.structures.tables import summary_line, table_of
 
 from .detection_curves import (
     TP_ERRORS,
-    Frame,
     accumulate,
     average_precision,
     closeness_of,
     tp_error,
 )
-from .driving_metric import DrivingBoxMetric
+from .driving_metric import DrivingBoxMetric, Objects, chosen, mean_of
 from .precision_recall import Found, report_of
 
 # Boxes that are farther away from the vehicle than this, in metres, do not count.
@@ -79,7 +78,7 @@ class NuScenesMetric(DrivingBoxMetric):
     @also_takes(anchors=...)
     def __init__(
         self,
-        classes: Sequence[str] | None = None,
+        classes: Names | None = None,
         class_range: Mapping[str, float] | float | None = None,
         prefix: str | None = None,
         collect_device: str = "cpu",
@@ -90,64 +89,44 @@ class NuScenesMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the boxes of a frame in the coordinates of the world."""
-        frame = self.boxes_of(sample, prediction, self.best_boxes(prediction))
-        return frame | {"gt_attributes": sample.get("gt_attributes")}
+        attributes = sample.get("gt_attributes")
+        known = np.full(len(sample["gt_labels_3d"]), "") if attributes is None else np.asarray(attributes)
+        frame = self.boxes_of(sample, prediction, self.best_boxes(prediction), gt_attributes=known)
+        return frame | {"has_attributes": attributes is not None}
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP, the errors, NDS, and the AP of each class."""
-        classes = self.classes or self.dataset_meta["classes"]
-        with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
-        counted = self._counted(results, classes)
+        with_attributes = bool(results) and all(frame["has_attributes"] for frame in results)
+        reaches = [self.range_of(name) for name in self.names]
+        counted = [self.in_range(frame, reaches) for frame in results]
         rows = {}
-        for label, name in enumerate(classes):
+        for label, name in enumerate(self.names):
             frames = [_of_class(frame, label, name) for frame in counted]
             period = np.pi if name == "barrier" else 2 * np.pi
             curves = {distance: accumulate(frames, distance, period) for distance in _DISTANCES}
             precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
             rows[name] = {"boxes": curves[_TP_DISTANCE].num_truths, **precisions}
-            rows[name]["AP"] = float(np.mean(list(precisions.values())))
+            rows[name]["AP"] = mean_of(list(precisions.values()))
             for error in TP_ERRORS:
                 is_defined = error not in _UNDEFINED.get(name, ())
                 rows[name][error] = tp_error(curves[_TP_DISTANCE], error) if is_defined else np.nan
         means = {}
         for key in ("AP", *TP_ERRORS):
-            known = [row[key] for row in rows.values() if not np.isnan(row[key])]
-            means[key] = float(np.mean(known)) if known else float("nan")
+            means[key] = mean_of([row[key] for row in rows.values() if not np.isnan(row[key])])
         summary = _summary(means.pop("AP"), means, with_attributes)
         print_log(table_of(rows) + summary_line(summary), logger="current")
         found = [_found_in_frame(frame) for frame in counted]
-        self.curve_report = report_of(found, classes, f"centre distance {_TP_DISTANCE:g} m")
+        self.curve_report = report_of(found, self.names, f"centre distance {_TP_DISTANCE:g} m")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
-    def _counted(self, results: list[dict], classes: Sequence[str]) -> list[dict]:
-        """Return the boxes of each frame that are within the distance of their class."""
-        reaches = [self.range_of(name) for name in classes]
-        counted = []
-        for frame in results:
-            truth, found = self.in_range(frame, reaches)
-            part = {key: frame[key][truth] for key in ("gt_boxes", "gt_labels")}
-            part |= {key: frame[key][found] for key in ("boxes", "labels", "scores")}
-            attributes = frame["gt_attributes"]
-            part["gt_attributes"] = np.full(len(truth), "") if attributes is None else np.asarray(attributes)
-            part["gt_attributes"] = part["gt_attributes"][truth]
-            counted.append(part)
-        return counted
 
-
-def _of_class(frame: dict, label: int, name: str) -> Frame:
+def _of_class(frame: Objects, label: int, name: str) -> Objects:
     """Return the true boxes and the predictions of a class."""
-    is_true, is_found = frame["gt_labels"] == label, frame["labels"] == label
-    boxes = frame["boxes"][is_found]
-    return {
-        "gt_boxes": frame["gt_boxes"][is_true],
-        "gt_attributes": frame["gt_attributes"][is_true],
-        "boxes": boxes,
-        "attributes": _attributes(name, boxes),
-        "scores": frame["scores"][is_found],
-    }
+    of_class = chosen(frame, frame["gt_labels"] == label, frame["labels"] == label)
+    return {**of_class, "attributes": _attributes(name, of_class["boxes"])}
 
 
-def _found_in_frame(frame: dict) -> Found:
+def _found_in_frame(frame: Objects) -> Found:
     closeness = partial(closeness_of, frame["boxes"], frame["gt_boxes"], _TP_DISTANCE)
     is_crowd = np.zeros(len(frame["gt_labels"]), dtype=bool)
     return Found(frame["gt_labels"], frame["labels"], frame["scores"], closeness, is_crowd)

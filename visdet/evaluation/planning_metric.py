@@ -11,7 +11,7 @@ from visdet.registry import METRICS
 from visdet.structures.poses import box_corners, turn_about_z
 from visdet.structures.tables import table_text
 
-from .driving_metric import DrivingMetric, as_array
+from .driving_metric import DrivingMetric, as_array, mean_of
 
 _AHEAD = np.pi / 2  # the y axis of the lidar frame
 _STANDING_M = 0.5
@@ -105,23 +105,21 @@ class PlanningMetric(DrivingMetric):
         if frames and all("constant_velocity_L2" in frame for frame in frames):
             names.append("constant_velocity_")
         metrics: dict[str, float] = {"num_frames": len(frames)}
-        columns = [f"{(t + 1) / self.steps_per_second:g} s" for t in range(num_steps)]
+        times = [f"{(t + 1) / self.steps_per_second:g}" for t in range(num_steps)]
         rows = []
         for name in names:
             for kind in ("L2", "collision"):
                 steps = _mean_of_steps(frames, f"{name}{kind}", num_steps)
                 summary = horizons(steps, self.steps_per_second, kind)
                 if not name:
-                    metrics |= {
-                        f"{kind}@{(t + 1) / self.steps_per_second:g}s": float(v) for t, v in enumerate(steps)
-                    }
+                    metrics |= {f"{kind}@{t}s": float(v) for t, v in zip(times, steps, strict=True)}
                 metrics |= {f"{name}{key}": value for key, value in summary.items()}
                 row = [*steps, summary[f"uniad_{kind}"], summary[f"vad_{kind}"]]
                 text = [f"{v:.3f}" if kind == "L2" else f"{v:.2%}" for v in row]
                 rows.append((name.replace("_", " ").strip() or "model", kind, *text))
         truth = _mean_of_steps(frames, "truth_collision", num_steps)
-        metrics["truth_collision"] = float(truth.mean()) if num_steps else float("nan")
-        table = table_text(("plan", "", *columns, "UniAD", "VAD"), rows)
+        metrics["truth_collision"] = mean_of(truth)
+        table = table_text(("plan", "", *(f"{t} s" for t in times), "UniAD", "VAD"), rows)
         print_log(f"{table}{len(frames)} of {len(results)} frames are complete", logger="current")
         return metrics
 
@@ -140,10 +138,10 @@ def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, f
     summary: dict[str, float] = {}
     ends = range(steps_per_second, len(steps) + 1, steps_per_second)
     at_ends = [float(steps[end - 1]) for end in ends]
-    up_to_ends = [float(np.mean(steps[:end])) for end in ends]
+    up_to_ends = [mean_of(steps[:end]) for end in ends]
     for convention, values in (("uniad", at_ends), ("vad", up_to_ends)):
         summary |= {f"{convention}_{name}_{second}s": value for second, value in enumerate(values, start=1)}
-        summary[f"{convention}_{name}"] = float(np.mean(values)) if values else float("nan")
+        summary[f"{convention}_{name}"] = mean_of(values)
     return summary
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import Names
 from visdet.registry import METRICS
 from visdet.structures.tables import summary_line, table_of
 
 from .clear_mot import Frame, interpolate, motar_curve
-from .driving_metric import DrivingBoxMetric, as_array
+from .driving_metric import DrivingBoxMetric, as_array, mean_of
 from .nuscenes_metric import CLASS_RANGE
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
@@ -53,7 +54,7 @@ class TrackingMetric(DrivingBoxMetric):
 
     def __init__(
         self,
-        classes: Sequence[str] | None = None,
+        classes: Names | None = None,
         class_range: Mapping[str, float] | float | None = None,
         score_threshold: float = 0.2,
         prefix: str | None = None,
@@ -71,34 +72,24 @@ class TrackingMetric(DrivingBoxMetric):
         true_ids, ids = (as_array(given) for given in (sample["instance_id"], prediction["instance_ids"]))
         kept = self.best_boxes(prediction, self.score_threshold)
         kept = kept[ids[kept] >= 0]
-        return self.boxes_of(sample, prediction, kept) | {
-            "scene": sample["scene_token"],
-            "time": float(sample["timestamp"]),
-            "gt_ids": true_ids,
-            "ids": ids[kept],
-        }
+        frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, ids=ids[kept])
+        return frame | {"scene": sample["scene_token"], "time": float(sample["timestamp"])}
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""
-        classes = self.classes or self.dataset_meta["classes"]
         scenes: dict[str, list[dict]] = {}
         for frame in sorted(results, key=itemgetter("time")):
             scenes.setdefault(frame["scene"], []).append(frame)
-        labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
-        reaches = [self.range_of(name) if label in labels else 0.0 for label, name in enumerate(classes)]
+        labels = {label: name for label, name in enumerate(self.names) if name not in _NOT_TRACKED}
+        reaches = [0.0 if name in _NOT_TRACKED else self.range_of(name) for name in self.names]
         tracks = [self._tracks(scene, reaches) for scene in scenes.values()]
         rows: dict[str, dict[str, float]] = {}
         for label, name in labels.items():
             of_class = [_of_class(scene, label) for scene in tracks]
             if any(len(truth.ids) for truth, _ in chain.from_iterable(of_class)):
                 rows[name] = _scores_of_class(of_class)
-        metrics = {}
-        for name in _SUMMARY:
-            values = [row[name] for row in rows.values()]
-            if name == "IDS":
-                metrics[name] = float(sum(values))
-            else:
-                metrics[name] = float(np.mean(values)) if values else float("nan")
+        metrics = {name: mean_of([row[name] for row in rows.values()]) for name in _SUMMARY}
+        metrics["IDS"] = float(sum(row["IDS"] for row in rows.values()))
         print_log(table_of(rows) + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
@@ -108,13 +99,12 @@ class TrackingMetric(DrivingBoxMetric):
         A predicted track may change its class. Its mean score and its gaps are those of the whole track.
         """
         truths, predictions = [], []
-        for frame in scene:
-            is_true, is_found = self.in_range(frame, reaches)
-            no_scores = np.zeros(len(frame["gt_ids"]))
-            truth = Frame(frame["gt_ids"], frame["gt_boxes"][:, :2], no_scores, frame["gt_labels"])
-            truths.append(truth.rows(is_true & (frame["gt_ids"] >= 0)))
-            prediction = Frame(frame["ids"], frame["boxes"][:, :2], frame["scores"], frame["labels"])
-            predictions.append(prediction.rows(is_found))
+        for objects in (self.in_range(frame, reaches) for frame in scene):
+            ids, no_scores = objects["gt_ids"], np.zeros(len(objects["gt_ids"]))
+            truth = Frame(ids, objects["gt_boxes"][:, :2], no_scores, objects["gt_labels"])
+            truths.append(truth.rows(ids >= 0))
+            found = Frame(objects["ids"], objects["boxes"][:, :2], objects["scores"], objects["labels"])
+            predictions.append(found)
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))
@@ -136,15 +126,13 @@ def _of_class(scene: list[tuple[Frame, Frame]], label: int) -> list[tuple[Frame,
 def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float]:
     """Return the scores of one class, which has true boxes."""
     curve = motar_curve(scenes, _MAX_DISTANCE_M)
-    motar = [0.0 if point is None or np.isnan(point.motar) else point.motar for point in curve]
-    motp = [_MAX_DISTANCE_M if point is None or np.isnan(point.motp) else point.motp for point in curve]
-    reached = [point for point in curve if point is not None]
-    best = max(reached, key=attrgetter("mota"), default=None)
-    found = 0 if best is None else best.matches + best.switches
+    motar = np.nan_to_num([point.motar for point in curve])
+    motp = np.nan_to_num([point.motp for point in curve], nan=_MAX_DISTANCE_M)
+    best = max(curve, key=attrgetter("mota", "objects"))
     return {
-        "AMOTA": float(np.mean(motar)),
-        "AMOTP": float(np.mean(motp)),
-        "MOTA": best.mota if best else 0.0,
-        "recall": found / best.objects if best else 0.0,
-        "IDS": best.switches if best else 0,
+        "AMOTA": mean_of(motar),
+        "AMOTP": mean_of(motp),
+        "MOTA": best.mota,
+        "recall": (best.matches + best.switches) / max(best.objects, 1),
+        "IDS": best.switches,
     }

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import also_takes
+from visdet.checks.arguments import Names, also_takes
 from visdet.registry import METRICS
-from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import resample
 from visdet.structures.tables import summary_line, table_of
 
-from .driving_metric import DrivingMetric, as_array
+from .driving_metric import DrivingMetric, as_array, mean_of
 from .nearest_matches import Nearest
 from .precision_recall import CurveReport, Found, score_curve
 
@@ -43,19 +42,20 @@ class VectorMapMetric(DrivingMetric):
     """
 
     default_prefix = "VectorMap"
+    meta_key = "map_classes"
     metric_names = ("mAP", "*_AP")
 
     @also_takes(anchors=...)
     def __init__(
         self,
-        classes: Sequence[str] | None = None,
+        classes: Names | None = None,
         thresholds: Sequence[float] = (0.5, 1.0, 1.5),
         num_points: int = 200,
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = None if classes is None else checked_names("VectorMapMetric: classes", classes)
+        self.classes = classes
         self.thresholds = tuple(thresholds)
         self.num_points = num_points
 
@@ -77,7 +77,7 @@ class VectorMapMetric(DrivingMetric):
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP and the AP of each class."""
-        classes = self.classes or self.dataset_meta["map_classes"]
+        classes = self.names
         frames = [self._found(frame) for frame in results]
         nearest = Nearest.of(frames)
         labels = np.concatenate([np.zeros(0, int), *(frame.labels for frame in frames)])
@@ -94,9 +94,9 @@ class VectorMapMetric(DrivingMetric):
             rows[name] = {"lines": num_truths[label]} | {
                 f"AP@{threshold}": value for threshold, value in zip(self.thresholds, values, strict=True)
             }
-            rows[name]["AP"] = float(np.mean(values))
+            rows[name]["AP"] = mean_of(values)
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
-        summary = {"mAP": float(np.mean([row["AP"] for row in rows.values()]))}
+        summary = {"mAP": mean_of([row["AP"] for row in rows.values()])}
         print_log(table_of(rows) + summary_line(summary), logger="current")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 

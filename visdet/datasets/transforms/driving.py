@@ -6,11 +6,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from visdet.checks.arguments import Above0
+from visdet.checks.arguments import Above0, Names
 from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
 from visdet.structures import DrivingDataSample
-from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import (
     closed_orders,
     cut_to_region,
@@ -113,8 +112,8 @@ class InstanceNameFilter(BaseTransform):
             has set the label of other classes to -1. By default they are all classes of the data set.
     """
 
-    def __init__(self, classes: Sequence[str] | None = None) -> None:
-        self.classes = None if classes is None else checked_names("InstanceNameFilter: classes", classes)
+    def __init__(self, classes: Names | None = None) -> None:
+        self.classes = classes
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
@@ -302,11 +301,10 @@ class PackDrivingInputs(BaseTransform):
 
     def __init__(
         self,
-        keys: Sequence[str] | None = None,
-        meta_keys: Sequence[str] = ("T_global", "T_global_inv", "timestamp", "instance_id"),
+        keys: Names | None = None,
+        meta_keys: Names = ("T_global", "T_global_inv", "timestamp", "instance_id"),
     ) -> None:
-        self.keys = None if keys is None else checked_names("PackDrivingInputs: keys", keys)
-        meta_keys = checked_names("PackDrivingInputs: meta_keys", meta_keys)
+        self.keys = keys
         self.meta_keys = tuple(dict.fromkeys([*meta_keys, *self.ALWAYS_META]))
 
     def transform(self, results: dict) -> dict:

@@ -1,16 +1,14 @@
 """The last step of a pipeline, which packs the inputs of the model."""
 
-from collections.abc import Sequence
-
 import cv2
 import numpy as np
 import torch
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from visdet.checks.arguments import Names
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
-from visdet.structures.class_names import checked_names
 from visdet.structures.rotated_boxes import polygons_to_boxes
 
 from .base import BaseTransform
@@ -50,7 +48,7 @@ class PackDetInputs(BaseTransform):
 
     def __init__(
         self,
-        meta_keys: Sequence[str] = (
+        meta_keys: Names = (
             "img_id",
             "img_path",
             "ori_shape",
@@ -60,7 +58,7 @@ class PackDetInputs(BaseTransform):
             "flip_direction",
         ),
     ) -> None:
-        self.meta_keys = checked_names("PackDetInputs: meta_keys", meta_keys)
+        self.meta_keys = meta_keys
 
     def transform(self, results: dict) -> dict:
         sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
