@@ -54,26 +54,33 @@ def test_a_long_curve_is_short_in_the_file_and_has_its_best_point():
     assert curve["best_recall"] in curve["recall"]
 
 
-def row(image, label, box, score=None, crowd=0):
-    record = {"image_id": image, "category_id": label, "bbox": box, "iscrowd": crowd, "area": box[2] * box[3]}
-    return record if score is None else {**record, "score": score}
+def true(label, box, crowd=0):
+    return {"category_id": label, "bbox": box, "iscrowd": crowd}
+
+
+def found(*rows):
+    """The boxes that are found in an image, of (label, box, score)."""
+    labels, boxes, scores = map(np.array, zip(*rows, strict=True))
+    return {"labels": labels, "bboxes": boxes.astype(float), "scores": scores}
 
 
 A, B, C, FAR = [0, 0, 10, 10], [20, 0, 10, 10], [40, 0, 10, 10], [200, 200, 10, 10]
 
 
 def test_boxes_and_their_confusion_by_hand():
-    truth = [row(0, 0, A), row(0, 1, B), row(1, 0, A), row(1, 1, C, crowd=1)]
-    found = [
-        row(0, 0, A, 0.9),  # right
-        row(0, 0, [1, 0, 10, 10], 0.8),  # a second one of the same box: wrong
-        row(0, 0, B, 0.7),  # class 0 on a box of class 1: wrong, and confused
-        row(1, 0, A, 0.6),  # right
-        row(1, 1, C, 0.95),  # on the crowd: does not count
-        row(1, 1, FAR, 0.2),  # wrong
-        row(1, 2, A, 0.2),  # of no class
-    ]
-    report = box_report(truth, found, 2, ("a", "b"), import_backend().iou)
+    truth = [[true(0, A), true(1, B)], [true(0, A), true(1, C, crowd=1)]]
+    first = found(
+        (0, A, 0.9),  # right
+        (0, [1, 0, 10, 10], 0.8),  # a second one of the same box: wrong
+        (0, B, 0.7),  # class 0 on a box of class 1: wrong, and confused
+    )
+    second = found(
+        (0, A, 0.6),  # right
+        (1, C, 0.95),  # on the crowd: does not count
+        (1, FAR, 0.2),  # wrong
+        (2, A, 0.2),  # of no class
+    )
+    report = box_report(truth, [first, second], ("a", "b"), import_backend().iou)
     a, b = report.classes["a"], report.classes["b"]
     assert a["num_truths"] == 2 and a["scores"] == [0.9, 0.8, 0.7, 0.6]
     assert a["precision"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 2]) and a["recall"] == pytest.approx(

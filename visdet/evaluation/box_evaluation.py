@@ -5,7 +5,7 @@ import io
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,43 +90,59 @@ def mean_of_defined(values: np.ndarray) -> float:
     return float(defined.mean()) if defined.size else -1.0
 
 
+def detected(result: dict[str, Any]) -> list[dict]:
+    """Return the boxes that are found in the image ``img_id`` in COCO's result format, with labels as category ids."""
+    columns = (result[key].tolist() for key in ("bboxes", "scores", "labels"))
+    return [
+        {"image_id": result["img_id"], "category_id": label, "bbox": box, "score": score}
+        for box, score, label in zip(*columns, strict=True)
+    ]
+
+
 def evaluate_boxes(
-    truth: Iterable[dict],
-    detections: Sequence[dict],
-    size: tuple[int, int],
+    truth: Sequence[Sequence[dict]],
+    results: Sequence[dict[str, Any]],
+    num_classes: int,
     iou_thrs: np.ndarray,
     max_dets: Iterable[int],
     backend: Backend,
 ) -> BoxEvaluation:
     """Match detections to ground truth as COCO does.
 
+    The id of an image is its position among the results, since several data sets may use the same ids.
+
     Args:
-        truth: the annotations (``image_id``, ``category_id``, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``) in
-            COCO's form. The ids of images and categories count from 0 on.
-        detections: ``image_id``, ``category_id``, ``bbox`` and ``score`` in COCO's form.
-        size: the numbers of images and categories.
+        truth: for each image its annotations (``category_id``, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``)
+            in COCO's form, whose categories are labels.
+        results: for each image the ``bboxes`` [n, 4], ``scores`` [n] and ``labels`` [n] that are found.
+        num_classes: the number of labels.
         iou_thrs: the IoU thresholds.
         max_dets: the numbers of detections per image to evaluate. 100 is always added.
         backend: the result of :func:`import_backend`.
     """
-    num_images, num_classes = size
-    images = [{"id": number} for number in range(num_images)]
-    # A match with annotation 0 is no match for the libraries.
-    annotations = [{**row, "id": i} for i, row in enumerate(truth, start=1)]
-    boxes = []
-    for i, row in enumerate(detections, start=1):
-        boxes.append({**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0})
+    images = [{"id": number} for number in range(len(results))]
+    annotations: list[dict] = []
+    boxes: list[dict] = []
+    for number, (true, result) in enumerate(zip(truth, results, strict=True)):
+        annotations += [{**row, "image_id": number} for row in true]
+        boxes += detected({**result, "img_id": number})
+    for row in boxes:
+        row |= {"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
     max_dets = sorted({MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
         for rows in (annotations, boxes):
+            for number, row in enumerate(
+                rows, start=1
+            ):  # A match with annotation 0 is none for the libraries.
+                row["id"] = number
             index = backend.index()
             index.dataset = {"images": images, "annotations": rows, "categories": categories}
             index.createIndex()
             indexes.append(index)
         evaluator = backend.evaluator(*indexes, "bbox")
-        evaluator.params.imgIds = list(range(num_images))
+        evaluator.params.imgIds = list(range(len(results)))
         evaluator.params.catIds = list(range(num_classes))
         evaluator.params.iouThrs = np.asarray(iou_thrs)
         evaluator.params.maxDets = max_dets

@@ -3,7 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from visdet.structures.coco_json import (
 )
 from visdet.structures.tables import table_text
 
-from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
+from .box_evaluation import AREAS, BoxEvaluation, detected, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
 
 Iou = Annotated[float, Range(0, 1, is_open=True)]
@@ -212,7 +213,7 @@ class CocoMetric(BaseMetric):
                 "areas", boxes[:, 2] * boxes[:, 3]
             )  # of COCO's boxes, the only ones that have some
             for box, area, label in zip(boxes.tolist(), areas, instances["labels"], strict=True):
-                annotations.append(_annotation(sample["img_id"], int(label), box, float(area), iscrowd))
+                annotations.append(_annotation(int(label), box, float(area), iscrowd))
         return annotations
 
     def _check_id(self, result: dict, first_of_id: dict[Any, dict]) -> None:
@@ -245,12 +246,11 @@ class CocoMetric(BaseMetric):
         self.classwise_results, self.curve_report = [], None
         results = self._different_images(results)
         if self.outfile_prefix is not None:
-            self._write(_detections(results))
+            self._write(chain.from_iterable(map(detected, results)))
         if self.format_only:
             return {}
         results = sorted(results, key=_id_order)
-        detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
-        evaluation, report = self._evaluated(self._truth_of(results), detections, len(results), classes)
+        evaluation, report = self._evaluated(self._truth_of(results), results, classes)
         self.curve_report = report
         metrics = {
             f"{self.item_prefix}{item}": self._value_of(evaluation, item) for item in self.metric_items
@@ -268,17 +268,17 @@ class CocoMetric(BaseMetric):
         return metrics
 
     def _evaluated(
-        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
+        self, truth: list[list[dict]], results: list[dict], classes: Sequence[str]
     ) -> tuple[BoxEvaluation, CurveReport]:
         """Return the APs and the curves of the classes.
 
         Args:
-            truth, detections: see :func:`evaluate_boxes`. num_images: the number of images.
-            classes: the names of the labels.
+            truth, results, classes: see :func:`box_report`.
         """
-        size = num_images, len(classes)
-        evaluation = evaluate_boxes(truth, detections, size, self.iou_thrs, self.proposal_nums, self._backend)
-        return evaluation, box_report(truth, detections, num_images, classes, self._backend.iou)
+        evaluation = evaluate_boxes(
+            truth, results, len(classes), self.iou_thrs, self.proposal_nums, self._backend
+        )
+        return evaluation, box_report(truth, results, classes, self._backend.iou)
 
     def _value_of(self, evaluation: BoxEvaluation, item: str) -> float:
         if item in self.precisions:
@@ -295,22 +295,17 @@ class CocoMetric(BaseMetric):
             last_of_image[result["img_id"], result.get("img_path")] = result
         return list(last_of_image.values())
 
-    def _truth_of(self, results: list[dict]) -> list[dict]:
-        """Return the true boxes of the images, from the samples or from ``ann_file``.
-
-        The id of an image is its position among the results, since several data sets may use the same ids.
-        """
-        truth = []
+    def _truth_of(self, results: list[dict]) -> list[list[dict]]:
+        """Return the true boxes of each image, from the samples or from ``ann_file``."""
         if self._ann_file is None:
-            for number, result in enumerate(results):
-                truth += [{**row, "image_id": number} for row in result["truth"]]
-            return truth
+            return [result["truth"] for result in results]
+        truth: list[list[dict]] = [[] for _ in results]
         number_of = {result["img_id"]: number for number, result in enumerate(results)}
         self._check_images(set(number_of), {image["id"] for image in self._content["images"]})
         for row in self._content["annotations"]:
             label, image = self._label_of_category.get(row["category_id"]), number_of.get(row["image_id"])
             if label is not None and image is not None:
-                truth.append(_annotation(image, label, self._box_of(row), box_area(row), is_ignored(row)))
+                truth[image].append(_annotation(label, self._box_of(row), box_area(row), is_ignored(row)))
         return truth
 
     def _log_classes(self) -> None:
@@ -336,7 +331,7 @@ class CocoMetric(BaseMetric):
                 level=logging.WARNING,
             )
 
-    def _write(self, detections: list[dict]) -> None:
+    def _write(self, detections: Iterable[dict]) -> None:
         """Write the detections of classes that ``ann_file``, or else the data set, has, with their category ids."""
         meta: dict[str, Any] = self._dataset_meta or {}
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
@@ -356,25 +351,13 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def _annotation(image_id: int | str, label: int, bbox: Sequence[float], area: float, iscrowd: int) -> dict:
+def _annotation(label: int, bbox: Sequence[float], area: float, iscrowd: int) -> dict:
     return {
-        "image_id": image_id,
         "category_id": label,
         "bbox": list(bbox),
         "area": area,
         "iscrowd": int(iscrowd),
     }
-
-
-def _detections(results: list[dict]) -> list[dict]:
-    """Return all detections in COCO's result format, with labels instead of category ids."""
-    rows = []
-    for result in results:
-        image = result["img_id"]
-        for box, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True):
-            row = {"image_id": image, "category_id": int(label), "bbox": box.tolist(), "score": float(score)}
-            rows.append(row)
-    return rows
 
 
 def _id_order(result: dict) -> tuple[bool, int | str]:

@@ -99,10 +99,10 @@ class DOTAMetric(CocoMetric):
         return needed_corners(annotation, f"DOTAMetric: an annotation of {self._ann_file}")
 
     def _evaluated(
-        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
+        self, truth: list[list[dict]], results: list[dict], classes: Sequence[str]
     ) -> tuple[BoxEvaluation, CurveReport]:
         least = min(self.iou_thrs)
-        images = found_in_images(truth, detections, num_images, len(classes), _iou, least, box_dim=8)
+        images = found_in_images(truth, results, len(classes), _iou, least)
         report = report_of(images, classes, f"rotated IoU {least:g}")
         nearest, num_truths = Nearest.of(images), [curve["num_truths"] for curve in report.classes.values()]
         recalls = _RECALLS if self.eval_mode == "11points" else None

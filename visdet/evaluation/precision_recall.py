@@ -187,60 +187,53 @@ def report_of(
 
 
 def box_report(
-    truth: Iterable[Mapping[str, Any]],
-    detections: Iterable[Mapping[str, Any]],
-    num_images: int,
+    truth: Iterable[Sequence[Mapping[str, Any]]],
+    results: Iterable[Mapping[str, np.ndarray]],
     classes: Sequence[str],
     iou: Callable,
 ) -> CurveReport:
     """Return the report of boxes in images, which are matched as COCO does at IoU 0.5.
 
     Args:
-        truth, detections: see :func:`visdet.evaluation.box_evaluation.evaluate_boxes`.
-        num_images: the number of images that were evaluated.
-        classes: the names of the labels.
+        truth: for each image its annotations (``category_id``, ``bbox`` and ``iscrowd``) in COCO's form, whose
+            categories are labels.
+        results: for each image the ``bboxes`` [n, 4] (x, y, width, height), ``scores`` [n] and ``labels`` [n] that are
+            found.
+        classes: the names of the labels. Boxes of others are left out.
         iou: COCO's function, see :class:`visdet.evaluation.box_evaluation.Backend`.
     """
-    images = found_in_images(truth, detections, num_images, len(classes), iou)
+    images = found_in_images(truth, results, len(classes), iou)
     return report_of(images, classes, f"IoU {_IOU}", _MOST_BOXES)
 
 
 def found_in_images(
-    truth: Iterable[Mapping[str, Any]],
-    detections: Iterable[Mapping[str, Any]],
-    num_images: int,
+    truth: Iterable[Sequence[Mapping[str, Any]]],
+    results: Iterable[Mapping[str, np.ndarray]],
     num_classes: int,
     iou: Callable,
     least_iou: float = _IOU,
-    box_dim: int = 4,
 ) -> list[Found]:
     """Return the true boxes and the detections of each image, whose closeness is their IoU.
 
     Args:
-        truth, detections, num_images, iou: see :func:`box_report`.
-        num_classes: the number of labels. Boxes of others are left out.
-        least_iou: the least IoU of boxes that can be matched. box_dim: the numbers of a box.
+        truth, results, iou: see :func:`box_report`. Boxes may have other numbers than four.
+        num_classes: the number of labels. Boxes of others are left out, as COCO's code does.
+        least_iou: the least IoU of boxes that can be matched.
     """
-    rows_of_image: list[tuple[list, list]] = [([], []) for _ in range(num_images)]
-    for kind, rows in enumerate((truth, detections)):
-        for row in rows:
-            if row["category_id"] < num_classes:  # COCO's code leaves others out, too.
-                rows_of_image[row["image_id"]][kind].append(row)
-    return [_found_in_image(true, found, iou, least_iou, box_dim) for true, found in rows_of_image]
-
-
-def _found_in_image(
-    true: list[Mapping], found: list[Mapping], iou: Callable, least_iou: float, box_dim: int
-) -> Found:
-    def column(rows: list[Mapping], key: str, dtype: type) -> np.ndarray:
-        return np.array([row[key] for row in rows], dtype)
-
-    is_crowd = column(true, "iscrowd", bool)
-    boxes, true_boxes = (column(rows, "bbox", float).reshape(-1, box_dim) for rows in (found, true))
-    overlap = np.reshape(iou(boxes, true_boxes, is_crowd.tolist()), (len(boxes), len(true_boxes)))
-    closeness = np.where(overlap >= least_iou, overlap, -np.inf)
-    labels, predicted = (column(rows, "category_id", int) for rows in (true, found))
-    return Found(labels, predicted, column(found, "score", float), closeness.copy, is_crowd)
+    images = []
+    for annotations, result in zip(truth, results, strict=True):
+        is_counted = result["labels"] < num_classes
+        boxes, scores, predicted = (result[key][is_counted] for key in ("bboxes", "scores", "labels"))
+        rows = [row for row in annotations if row["category_id"] < num_classes]
+        labels, is_crowd, sides = (
+            np.array([row[key] for row in rows], dtype)
+            for key, dtype in (("category_id", int), ("iscrowd", bool), ("bbox", float))
+        )
+        true_boxes = sides.reshape(-1, boxes.shape[1])
+        overlap = np.reshape(iou(boxes, true_boxes, is_crowd.tolist()), (len(boxes), len(rows)))
+        closeness = np.where(overlap >= least_iou, overlap, -np.inf)
+        images.append(Found(labels, predicted, scores, closeness.copy, is_crowd))
+    return images
 
 
 def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path: str) -> None:
