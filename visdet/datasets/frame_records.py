@@ -1,5 +1,7 @@
 """The keys of a frame's record in an info file, in one table, and the check of records against it."""
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +22,20 @@ class Key:
     Attributes:
         name: the key. Under one that ends with ``_rotation`` are quaternions (w, x, y, z) and matrices [3, 3].
         dtype: the type of a value or of an array: ``str``, ``float``, ``int``, ``bool``, ``dict`` or ``list``.
-        shapes: the shapes that an array may have, in which a letter stands for any size. ``n`` is the number of boxes.
+        shapes: the shapes that an array may have, such as ``[n, 7] or [n, 9]``, in which a letter stands for any size.
+            ``n`` is the number of boxes. An empty text is that of a single value.
         beside: the key whose presence makes this one necessary. ``None`` means that every record must have it, and
             an empty text that it is optional.
     """
 
     name: str
     dtype: type
-    shapes: tuple[tuple[int | str, ...], ...] = ((),)
+    shapes: str = ""
     beside: str | None = ""
 
     def expected(self) -> str:
         """Return the type and the shape in words."""
-        return f"{_WORDS[self.dtype]} {' or '.join(map(_shown, filter(None, self.shapes)))}".rstrip()
+        return f"{_WORDS[self.dtype]} {self.shapes}".rstrip()
 
     def read(self, record: Mapping[str, Any], where: str, sizes: dict | None = None, of: str = "") -> Any:
         """Return the value in a record with its type and shape, or None if it is optional and not there.
@@ -78,7 +81,7 @@ class Key:
             is_number = array.dtype.kind in "biuf"
             converted = array.astype(self.dtype) if is_number or not array.size else array
         is_same = is_number != (self.dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
-        for shape in self.shapes:
+        for shape in map(_sizes_in, self.shapes.split(" or ")):
             if "n" in shape and not array.size and not sizes.get("n"):  # That of no boxes may have any shape.
                 sizes["n"] = 0
                 return converted.reshape([{"n": 0, "t": _AGENT_STEPS}.get(size, size) for size in shape])  # type: ignore
@@ -90,13 +93,15 @@ class Key:
         return None
 
 
-def _shown(shape: tuple[int | str, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+@functools.cache
+def _sizes_in(shape: str) -> tuple[int | str, ...]:
+    """Return the sizes in a shape such as ``[n, 7]``."""
+    return tuple(int(size) if size.isdigit() else size for size in re.findall(r"\w+", shape))
 
 
 def _described(value: Any) -> str:
     is_array = isinstance(value, np.ndarray)
-    return f"{_shown(value.shape)} of {value.dtype}" if is_array else f"{value!r:.60}"
+    return f"{list(value.shape)} of {value.dtype}" if is_array else f"{value!r:.60}"
 
 
 def _is_rotation(given: np.ndarray) -> bool:
@@ -107,36 +112,36 @@ def _is_rotation(given: np.ndarray) -> bool:
 
 CAMERA_KEYS = (
     Key("data_path", str, beside=None),
-    Key("sensor2lidar_rotation", float, ((3, 3), (4,)), beside=None),
-    Key("sensor2lidar_translation", float, ((3,),), beside=None),
-    Key("cam_intrinsic", float, ((3, 3), (3, 4), (4, 4)), beside=None),
+    Key("sensor2lidar_rotation", float, "[3, 3] or [4]", beside=None),
+    Key("sensor2lidar_translation", float, "[3]", beside=None),
+    Key("cam_intrinsic", float, "[3, 3] or [3, 4] or [4, 4]", beside=None),
 )
 FRAME_KEYS = (
     Key("token", str, beside=None),
     Key("scene_token", str, beside=None),
     Key("timestamp", int, beside=None),
     Key("cams", dict, beside=None),
-    Key("lidar2ego_translation", float, ((3,),), beside=None),
-    Key("lidar2ego_rotation", float, ((4,), (3, 3)), beside=None),
-    Key("ego2global_translation", float, ((3,),), beside=None),
-    Key("ego2global_rotation", float, ((4,), (3, 3)), beside=None),
+    Key("lidar2ego_translation", float, "[3]", beside=None),
+    Key("lidar2ego_rotation", float, "[4] or [3, 3]", beside=None),
+    Key("ego2global_translation", float, "[3]", beside=None),
+    Key("ego2global_rotation", float, "[4] or [3, 3]", beside=None),
     Key("lidar_path", str),
     Key("sweeps", list),
     Key("map_location", str),
-    Key("gt_boxes", float, (("n", 7), ("n", 9)), beside="gt_names"),
-    Key("gt_names", str, (("n",),), beside="gt_boxes"),
-    Key("gt_velocity", float, (("n", 2),)),
-    Key("gt_attributes", str, (("n",),)),
-    Key("instance_inds", int, (("n",),)),
-    Key("num_lidar_pts", int, (("n",),)),
-    Key("num_radar_pts", int, (("n",),)),
-    Key("valid_flag", bool, (("n",),)),
-    Key("gt_agent_fut_trajs", float, (("n", "t", 2),), beside="gt_agent_fut_masks"),
-    Key("gt_agent_fut_masks", float, (("n", "t"),), beside="gt_agent_fut_trajs"),
-    Key("gt_ego_fut_trajs", float, (("s", 2),), beside="gt_ego_fut_masks"),
-    Key("gt_ego_fut_masks", float, (("s",),), beside="gt_ego_fut_trajs"),
-    Key("gt_ego_fut_cmd", float, ((3,),), beside="gt_ego_fut_trajs"),
-    Key("ego_status", float, ((10,),)),
+    Key("gt_boxes", float, "[n, 7] or [n, 9]", beside="gt_names"),
+    Key("gt_names", str, "[n]", beside="gt_boxes"),
+    Key("gt_velocity", float, "[n, 2]"),
+    Key("gt_attributes", str, "[n]"),
+    Key("instance_inds", int, "[n]"),
+    Key("num_lidar_pts", int, "[n]"),
+    Key("num_radar_pts", int, "[n]"),
+    Key("valid_flag", bool, "[n]"),
+    Key("gt_agent_fut_trajs", float, "[n, t, 2]", beside="gt_agent_fut_masks"),
+    Key("gt_agent_fut_masks", float, "[n, t]", beside="gt_agent_fut_trajs"),
+    Key("gt_ego_fut_trajs", float, "[s, 2]", beside="gt_ego_fut_masks"),
+    Key("gt_ego_fut_masks", float, "[s]", beside="gt_ego_fut_trajs"),
+    Key("gt_ego_fut_cmd", float, "[3]", beside="gt_ego_fut_trajs"),
+    Key("ego_status", float, "[10]"),
     Key("map_annos", dict),
 )
 _KEYS = {key.name: key for key in FRAME_KEYS}
@@ -183,7 +188,7 @@ def value_of(info: Mapping[str, Any], name: str, where: str, sizes: dict | None 
     """
     key = _KEYS[name]
     value = key.read(info, where, sizes)
-    if value is None or ("n" in key.shapes[0] and "n" not in (sizes or {}) and name != "gt_boxes"):
+    if value is None or ("n" in key.shapes and "n" not in (sizes or {}) and name != "gt_boxes"):
         return None
     if name == "cams":
         return {camera: _camera(values, where, camera) for camera, values in value.items()}
@@ -213,7 +218,7 @@ def _lines(given: Any, where: str, label: Any) -> list[np.ndarray]:
     lines = []
     for number, line in enumerate(given):
         name = f"line {number} of map class {label} in map_annos"
-        points = Key(name, float, (("m", 2), ("m", 3)), beside=None).read({name: line}, where)
+        points = Key(name, float, "[m, 2] or [m, 3]", beside=None).read({name: line}, where)
         if not len(points) or not np.isfinite(points).all():
             raise InvalidInputError(f"{where}: {name} must have points, all of which are finite")
         lines.append(points)
