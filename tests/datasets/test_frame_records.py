@@ -99,7 +99,7 @@ FAULTS = [
         for name in ("Car", "DEER ", "ｌｏｒｒｙ")
     ),
     ({"gt_boxes": BOXES * [[1], [np.nan]]}, r"NaN or infinite: \[1\] \(gt_boxes"),
-    ({"ego_status": np.full(10, np.inf)}, "NaN or infinite ego_status"),
+    ({"ego_status": np.full(10, np.inf)}, "ego_status must be finite"),
     ({"ego2global_rotation": [0.0] * 4}, "ego2global_rotation must be a quaternion"),
     ({"map_annos": {3: [np.eye(2)]}}, r"map_annos has the classes \[3\]"),
     *(
@@ -116,6 +116,7 @@ CAMERA_FAULTS = [
     {"sensor2lidar_rotation": np.full((3, 3), np.nan)},
     {"sensor2lidar_rotation": None},
     {"sensor2lidar_translation": "0 0 0"},
+    {"sensor2lidar_translation": [0.0, np.inf, 0.0]},
     {"data_path": ""},
 ]
 

@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
 from visdet.checks.arguments import Names, Positive
+from visdet.checks.finite import check_finite
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS
@@ -188,7 +189,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             "lidar2global": lidar_to_global(info),
         }
         if "ego_status" in info:
-            record["ego_status"] = self._finite(info, "ego_status")
+            record["ego_status"] = info["ego_status"].astype(np.float32)
         if "map_annos" in info:
             unknown = sorted(set(info["map_annos"]) - set(range(len(self.MAP_CLASSES))))
             if unknown:
@@ -201,7 +202,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "gt_boxes" in info:
             record.update(self._annotations(info))
         if "gt_ego_fut_trajs" in info:
-            record.update({key: self._finite(info, key) for key in _EGO_KEYS})
+            record.update({key: info[key].astype(np.float32) for key in _EGO_KEYS})
             if self.test_mode:
                 record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
         return record
@@ -281,8 +282,9 @@ class NuScenes3DDetTrackDataset(Dataset):
             )
             annotations["instance_inds"] = tracks
         if "gt_agent_fut_trajs" in info:
-            for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
-                annotations[key] = self._finite(info, key, mask)
+            futures = {key: info[key][mask].astype(np.float32) for key in _AGENT_KEYS}
+            check_finite(f"frame {info['token']} of {self.ann_file}", **futures)
+            annotations |= futures
         return annotations
 
     def _label(self, name: str, info: dict) -> int:
@@ -299,17 +301,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         if about not in self._warned_about:
             self._warned_about.add(about)
             print_log(text, logger="current", level=logging.WARNING)
-
-    def _finite(self, info: dict, key: str, mask: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return an array of a record as float32.
-
-        Raises:
-            ValueError: the array holds NaN or infinity.
-        """
-        values = info[key][mask].astype(np.float32)
-        if not np.isfinite(values).all():
-            raise InvalidInputError(f"frame {info['token']} of {self.ann_file} has NaN or infinite {key}")
-        return values
 
     def _valid(self, info: dict) -> np.ndarray:
         """Return the mask of the boxes to train on, bool [n]."""
@@ -394,6 +385,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return str(path if Path(path).exists() else inside)
 
 
+_AGENT_KEYS = ("gt_agent_fut_trajs", "gt_agent_fut_masks")
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
