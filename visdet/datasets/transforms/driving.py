@@ -232,13 +232,10 @@ class NuScenesSparse4DAdaptor(BaseTransform):
                 f"frame {results.get('token')}: images of all cameras must be of one size, got {sorted(sizes)}"
             )
         results["img"] = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in results["img"]]))
-        results["projection_mat"] = torch.from_numpy(np.stack(results["lidar2img"]).astype(np.float32))
-        shapes = np.array(results["img_shape"], dtype=np.float32)
-        results["image_wh"] = torch.from_numpy(np.ascontiguousarray(shapes[:, 1::-1]))
+        results["projection_mat"] = results["lidar2img"]
+        results["image_wh"] = np.array(results["img_shape"])[:, 1::-1]
         if "cam_intrinsic" in results:
-            intrinsics = np.stack(results["cam_intrinsic"]).astype(np.float32)
-            results["cam_intrinsic"] = torch.from_numpy(intrinsics)
-            results["focal"] = torch.from_numpy(np.ascontiguousarray(intrinsics[:, 0, 0]))
+            results["focal"] = np.array(results["cam_intrinsic"])[:, 0, 0]
         results["T_global"] = results["lidar2global"]
         results["T_global_inv"] = inverse_pose(results["lidar2global"])
         if "instance_inds" in results:
@@ -247,26 +244,30 @@ class NuScenesSparse4DAdaptor(BaseTransform):
             results["gt_bboxes_3d"][:, 6] = wrap_angle(results["gt_bboxes_3d"][:, 6])
         if "fut_boxes" in results:
             results["fut_boxes"] = object_array(results["fut_boxes"])
-        for key, dtype in _TENSOR_KEYS.items():
+        for key in (*_TENSOR_KEYS, "cam_intrinsic"):
             if key in results:
-                results[key] = torch.as_tensor(np.asarray(results[key]), dtype=dtype)
+                dtype = np.int64 if "labels" in key else np.float32
+                results[key] = torch.from_numpy(np.ascontiguousarray(results[key], dtype))
         if "gt_depth" in results:
             results["gt_depth"] = [torch.from_numpy(level) for level in results["gt_depth"]]
         return results
 
 
-_TENSOR_KEYS = {
-    "gt_bboxes_3d": torch.float32,
-    "gt_labels_3d": torch.int64,
-    "gt_map_labels": torch.int64,
-    "gt_map_pts": torch.float32,
-    "gt_agent_fut_trajs": torch.float32,
-    "gt_agent_fut_masks": torch.float32,
-    "gt_ego_fut_trajs": torch.float32,
-    "gt_ego_fut_masks": torch.float32,
-    "gt_ego_fut_cmd": torch.float32,
-    "ego_status": torch.float32,
-}
+_TENSOR_KEYS = (
+    "projection_mat",
+    "image_wh",
+    "focal",
+    "gt_bboxes_3d",
+    "gt_labels_3d",
+    "gt_map_labels",
+    "gt_map_pts",
+    "gt_agent_fut_trajs",
+    "gt_agent_fut_masks",
+    "gt_ego_fut_trajs",
+    "gt_ego_fut_masks",
+    "gt_ego_fut_cmd",
+    "ego_status",
+)
 
 
 @TRANSFORMS.register_module(name=["PackDrivingInputs", "Collect"])
@@ -286,9 +287,6 @@ class PackDrivingInputs(BaseTransform):
 
     DEFAULT_KEYS = (
         "timestamp",
-        "projection_mat",
-        "image_wh",
-        "focal",
         "gt_depth",
         *_TENSOR_KEYS,
         "gt_attributes",
