@@ -1,6 +1,6 @@
 """Batches whose images get random numbers and a padded size of their own before they are read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from random import Random
@@ -42,18 +42,8 @@ class BatchPlan:
         Images may be larger than planned, for example if the pipeline has rejected one and another was taken. The batch
         then gets the smallest of the run's sizes that holds them, or their own size if none does.
         """
-        needed = max(height for height, _ in images), max(width for _, width in images)
-        planned = (size for size in (self.size, *self.sizes) if size is not None)
-        return next((size for size in planned if holds(size, needed)), needed)
-
-    def largest(self) -> list[Size]:
-        """Return the sizes that fit into no other one."""
-        found = []
-        for size in self.sizes:
-            holding = [other for other in self.sizes if holds(other, size)]
-            if all(other == size for other in holding):
-                found.append(size)
-        return found
+        needed = union(images)
+        return first_for(needed, self.sizes if self.size is None else (self.size, *self.sizes)) or needed
 
     def write(self, samples: Sequence[Any], size: Size) -> None:
         """Write into the samples of a batch what all batches of a size have in common, so that they have one layout."""
@@ -111,3 +101,24 @@ def say_size(batch: Any) -> None:
 def holds(size: Size, other: Size) -> bool:
     """Return whether an image of the (height, width) ``other`` fits into one of ``size``."""
     return size[0] >= other[0] and size[1] >= other[1]
+
+
+def first_for(size: Size, sizes: Iterable[Size]) -> Size | None:
+    """Return the first of ``sizes`` into which an image of a size fits, or None."""
+    return next((one for one in sizes if holds(one, size)), None)
+
+
+def union(sizes: Iterable[Size]) -> Size:
+    """Return the least (height, width) that holds all sizes."""
+    heights, widths = zip(*sizes, strict=True)
+    return max(heights), max(widths)
+
+
+def largest(sizes: Sequence[Size]) -> list[Size]:
+    """Return those of the sizes that fit into no other one."""
+    found = []
+    for size in sizes:
+        holding = {other for other in sizes if holds(other, size)}
+        if holding == {size}:
+            found.append(size)
+    return found

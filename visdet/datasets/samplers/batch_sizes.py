@@ -1,13 +1,13 @@
 """The few sizes to which the images of a run are padded, and the batches of them at the end of an epoch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from random import Random
 from typing import TypeVar
 
 import numpy as np
 
-from visdet.structures.planned_batch import BatchPlan, Size, holds
+from visdet.structures.planned_batch import Size, first_for, holds, largest, union
 
 _STEP_PX = 32  # Sizes of images are compared on a grid of this many pixels,
 _MOST_STEPS = 64  # or of a coarser one, if there are larger images.
@@ -71,7 +71,7 @@ def _largest(sizes: Sequence[Size], most: int) -> list[Size]:
 
     Sizes are joined if that takes hardly more pixels than the largest of them has.
     """
-    found = BatchPlan(None, tuple(sizes)).largest()
+    found = largest(sizes)
     limit = _HARDLY_MORE * max(map(area, found))
     while len(found) > 1:
         both = _cheapest_union(found)
@@ -98,12 +98,6 @@ def _rounded(side: int, sides: np.ndarray, step: int) -> int:
     return side if (sides == side).mean() > _MANY else -(-(side + step // 4) // step) * step
 
 
-def union(sizes: Iterable[Size]) -> Size:
-    """Return the least (height, width) that holds all sizes."""
-    heights, widths = zip(*sizes, strict=True)
-    return max(heights), max(widths)
-
-
 def last_batches(
     items: Sequence[T], size_of: Callable[[T], Size], sizes: Sequence[Size], number: int, rng: Random
 ) -> list[tuple[Size, list[T]]]:
@@ -119,15 +113,15 @@ def last_batches(
     """
 
     def level_of(item: T) -> int:
-        return next(level for level, size in enumerate(sizes) if holds(size, size_of(item)))
+        return sizes.index(first_for(size_of(item), sizes))
 
     def batch_of(members: list[T]) -> tuple[Size, list[T]]:
         needed = union(map(size_of, members))
         # The incomplete batch has one of the largest sizes, so that there are few shapes of such batches.
         planned = sizes if len(members) == number else tops
-        return next((size for size in planned if holds(size, needed)), needed), members
+        return first_for(needed, planned) or needed, members
 
-    tops = BatchPlan(None, tuple(sizes)).largest()
+    tops = largest(sizes)
     groups, mixed = _groups(items, size_of, tops, number)
     batches = []
     for group in groups:

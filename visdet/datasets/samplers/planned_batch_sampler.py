@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, Sampler
 
 from visdet.checks.arguments import Positive
 from visdet.registry import DATA_SAMPLERS
-from visdet.structures.planned_batch import PlannedBatch, Size, holds
+from visdet.structures.planned_batch import PlannedBatch, Size, first_for, union
 
-from .batch_sizes import area, last_batches, union
+from .batch_sizes import area, last_batches
 from .planned_images import PlannedImage, PlannedImages
 from .run_plan import plan_of
 
@@ -110,7 +110,7 @@ class PlannedBatchSampler(BatchSampler):
 
     def _group_of(self, image: PlannedImage) -> Size | None:
         """Return the smallest size of batches that holds an image, or None if it is larger than all of them."""
-        return next((size for size in self._run.groups if holds(size, image.size)), None)
+        return first_for(image.size, self._run.groups)
 
     def _batch(self, size: Size, images: list[PlannedImage]) -> PlannedBatch:
         """Return this process's share of the batches of all processes."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visdet.structures.planned_batch import BatchPlan, Size, holds
+from visdet.structures.planned_batch import BatchPlan, Size, holds, largest, union
 
-from .batch_sizes import choose_sizes, union
+from .batch_sizes import choose_sizes
 from .planned_images import PlannedImage, PlannedImages
 
 _NUM_READ = 64  # images that are read if the transforms do not say all sizes
@@ -70,7 +70,7 @@ def _joined(planned: Sequence[Size], seen: Sequence[Size], groups: tuple[Size, .
     A batch may hold any two images that are planned to fit into one of the largest sizes.
     """
     joined = []
-    for top in BatchPlan(None, groups).largest():
+    for top in largest(groups):
         members = [size for plan, size in zip(planned, seen, strict=False) if holds(top, plan)]
         if members:
             joined.append(union(members))

@@ -11,7 +11,7 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
 from visdet.errors import UserError
-from visdet.structures.planned_batch import BatchPlan, Size
+from visdet.structures.planned_batch import BatchPlan, Size, largest
 
 from ..process.random_state import preserved_random_state
 from .methods import GraphedLoss
@@ -77,7 +77,7 @@ def shapes_of(batches: Any, plan: BatchPlan) -> list[tuple[int, Size, tuple[int,
     if len(plan.boxes) > 1:
         shapes.insert(0, (full, plan.sizes[-1], plan.boxes[1:]))
     if batches.rest:
-        shapes += [(batches.rest, size, plan.boxes[:1]) for size in plan.largest()]
+        shapes += [(batches.rest, size, plan.boxes[:1]) for size in largest(plan.sizes)]
     return shapes
 
 
