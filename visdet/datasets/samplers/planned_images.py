@@ -49,7 +49,6 @@ class PlannedImages:
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._steps: dict[int, list[Any]] = {}
         self.file_sizes: list[Size] = []
         self.num_boxes: list[int] = []
         for index in range(len(dataset)):
@@ -67,7 +66,8 @@ class PlannedImages:
         seed = (self._seed << 80) + ((epoch + 1) << 48) + position
         rng = random.Random(seed)
         size, is_said = self.file_sizes[index], True
-        for step in self._steps_of(index):
+        pipeline = _pipeline_of(self._dataset, index)
+        for step in getattr(pipeline, "transforms", [pipeline]):
             planned = planned_size(step, size, rng)
             is_said &= planned is not None
             size = planned or size
@@ -96,14 +96,6 @@ class PlannedImages:
         batch = PlannedBatch([it.item for it in images], [it.seed for it in images], BatchPlan(None, ()))
         with _random_state_of_its_own():
             return [tuple(self._dataset[index]["inputs"].shape[-2:]) for index in batch]
-
-    def _steps_of(self, index: int) -> list[Any]:
-        """Return the steps of the pipeline of an image that may change its size."""
-        pipeline = _pipeline_of(self._dataset, index)
-        if id(pipeline) not in self._steps:
-            steps = getattr(pipeline, "transforms", [pipeline])
-            self._steps[id(pipeline)] = [step for step in steps if not getattr(step, "keeps_size", False)]
-        return self._steps[id(pipeline)]
 
 
 def _pipeline_of(dataset: Any, index: int) -> Any:
