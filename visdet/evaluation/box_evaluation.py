@@ -120,7 +120,8 @@ def evaluate_boxes(
         max_dets: the numbers of detections per image to evaluate. 100 is always added.
         backend: the result of :func:`import_backend`.
     """
-    images = [{"id": number} for number in range(len(results))]
+    image_ids = list(range(len(results)))
+    images = [{"id": number} for number in image_ids]
     annotations: list[dict] = []
     boxes: list[dict] = []
     for number, (true, result) in enumerate(zip(truth, results, strict=True)):
@@ -142,13 +143,13 @@ def evaluate_boxes(
             index.createIndex()
             indexes.append(index)
         evaluator = backend.evaluator(*indexes, "bbox")
-        evaluator.params.imgIds = list(range(len(results)))
+        evaluator.params.imgIds = image_ids
         evaluator.params.catIds = list(range(num_classes))
-        evaluator.params.iouThrs = np.asarray(iou_thrs)
+        evaluator.params.iouThrs = iou_thrs
         evaluator.params.maxDets = max_dets
         evaluator.evaluate()
         evaluator.accumulate()
     shape = (len(iou_thrs), len(evaluator.params.recThrs), num_classes, len(AREAS), len(max_dets))
     precision = np.asarray(evaluator.eval["precision"]).reshape(shape)
     recall = np.asarray(evaluator.eval["recall"]).reshape(shape[:1] + shape[2:])
-    return BoxEvaluation(precision, recall, np.asarray(iou_thrs), max_dets)
+    return BoxEvaluation(precision, recall, iou_thrs, max_dets)

@@ -98,18 +98,19 @@ def count_events(
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
     column_of = {track: column for column, track in enumerate(predicted.ids.tolist())}
-    cost = np.where(np.isfinite(between), between, _FAR)
+    is_near = np.isfinite(between)
+    cost = np.where(is_near, between, _FAR)
     kept = set()
     for row, identity in enumerate(truth.ids.tolist()):
         column = column_of.get(track_of.get(identity, -1))
-        if column is not None and column not in kept and np.isfinite(between[row, column]):
+        if column is not None and column not in kept and is_near[row, column]:
             kept.add(column)
             cost[row, column] = -(_FAR**2)
     # scipy.optimize is slow to import, and it is not needed before the first evaluation.
     from scipy.optimize import linear_sum_assignment
 
     assigned = zip(*linear_sum_assignment(cost), strict=True)
-    pairs = [(row, column) for row, column in assigned if np.isfinite(between[row, column])]
+    pairs = [(row, column) for row, column in assigned if is_near[row, column]]
     for row, column in pairs:
         identity, track = int(truth.ids[row]), int(predicted.ids[column])
         if track_of.get(identity, track) == track:

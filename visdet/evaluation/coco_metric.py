@@ -164,12 +164,12 @@ class CocoMetric(BaseMetric):
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
+            owner, path = type(self).__name__, sample.get("img_path")
             if "img_id" not in sample:
                 raise InvalidInputError(
-                    f"{type(self).__name__}: a sample has no img_id, which must be among the meta_keys of "
-                    "PackDetInputs"
+                    f"{owner}: a sample has no img_id, which must be among the meta_keys of PackDetInputs"
                 )
-            name = f"{type(self).__name__}: image {sample.get('img_path') or sample['img_id']!r}"
+            name = f"{owner}: image {path or sample['img_id']!r}"
             given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
             shape = tuple(given["bboxes"].shape)
             if len(shape) > 1 and shape[1] != self.box_dim:
@@ -179,7 +179,7 @@ class CocoMetric(BaseMetric):
             check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})
             result = {
                 "img_id": sample["img_id"],
-                "img_path": sample.get("img_path"),
+                "img_path": path,
                 "bboxes": self._boxes_of(given),
                 "scores": _numpy(given["scores"]),
                 "labels": _numpy(given["labels"]).astype(int),
@@ -191,8 +191,8 @@ class CocoMetric(BaseMetric):
 
     def _boxes_of(self, instances: Any, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
         """Return boxes in an image, which is ``scale`` (width, height) times that of the file, as the file has them."""
-        xyxy = _numpy(instances["bboxes"]).reshape(-1, 4) / np.tile(scale, 2)
-        return np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1)
+        first, last = np.split(_numpy(instances["bboxes"]).reshape(-1, 4) / np.tile(scale, 2), 2, axis=1)
+        return np.concatenate([first, last - first], axis=1)
 
     def _box_of(self, annotation: dict) -> list[float]:
         return annotation["bbox"]
@@ -315,17 +315,18 @@ class CocoMetric(BaseMetric):
         print_log("\n" + table_text(columns, rows), logger="current")
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
+        owner = type(self).__name__
         unknown = sorted(evaluated - in_file, key=id_order)
         if unknown:
             hint = written_otherwise(unknown[0], in_file)
             raise InvalidInputError(
-                f"{type(self).__name__}: ann_file {self._ann_file} does not have {len(unknown)} of the "
+                f"{owner}: ann_file {self._ann_file} does not have {len(unknown)} of the "
                 f"{len(evaluated)} evaluated images: ids {listed(map(repr, unknown), 5)}. Evaluator and data set must "
                 f"name the same file" + (f"; an image is {hint}" if hint else "")
             )
         if evaluated != in_file:
             print_log(
-                f"{type(self).__name__}: {len(in_file - evaluated)} of the {len(in_file)} images of "
+                f"{owner}: {len(in_file - evaluated)} of the {len(in_file)} images of "
                 f"{self._ann_file} were not evaluated and do not count",
                 logger="current",
                 level=logging.WARNING,

@@ -139,8 +139,9 @@ def _errors(frames: Sequence[Frame], matches: Matches, yaw_period: float) -> dic
         return np.array([frames[frame][key][row] for frame, row in zip(matches.frames, rows, strict=True)])
 
     predicted, truth = matched("boxes", matches.rows), matched("gt_boxes", matches.truth_rows)
-    common = np.minimum(predicted[:, 3:6], truth[:, 3:6]).prod(axis=1)
-    union = predicted[:, 3:6].prod(axis=1) + truth[:, 3:6].prod(axis=1) - common
+    sizes, true_sizes = predicted[:, 3:6], truth[:, 3:6]
+    common = np.minimum(sizes, true_sizes).prod(axis=1)
+    union = sizes.prod(axis=1) + true_sizes.prod(axis=1) - common
     turn = truth[:, 6] - predicted[:, 6]
     turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)
     attributes = matched("gt_attributes", matches.truth_rows)

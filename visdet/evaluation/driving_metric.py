@@ -1,7 +1,7 @@
 """Base classes and functions of the metrics of driving models."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -99,13 +99,13 @@ class DrivingMetric(BaseMetric):
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
-        gathered = list(chain.from_iterable(all_gather_object(self.results)))
-        frames = _by_token(gathered, type(self).__name__)
+        name = type(self).__name__
+        frames = _by_token(chain.from_iterable(all_gather_object(self.results)), name)
         if not frames:
-            print_log(f"{type(self).__name__}: no frame was evaluated", logger="current")
+            print_log(f"{name}: no frame was evaluated", logger="current")
         metrics = self.compute_metrics(frames)
         self.results.clear()
-        return {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in metrics.items()}
+        return {f"{self.prefix}/{key}" if self.prefix else key: value for key, value in metrics.items()}
 
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
@@ -116,7 +116,7 @@ def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}[{number}]": value for number, value in enumerate(values)}
 
 
-def _by_token(gathered: list[dict], name: str) -> list[dict]:
+def _by_token(gathered: Iterable[dict], name: str) -> list[dict]:
     """Return one frame of each token.
 
     Raises:

@@ -153,8 +153,9 @@ def _summary(mean_precision: float, errors: dict[str, float], with_attributes: b
     # An error that is not defined for any class counts as the worst.
     scores = {name: max(0.0, 1 - value) if not np.isnan(value) else 0.0 for name, value in errors.items()}
     without = sum(score for name, score in scores.items() if name != "attr_err")
-    summary = {"mAP": mean_precision, "NDS_no_attr": (5 * mean_precision + without) / 9}
+    total = 5 * mean_precision + without
+    summary = {"mAP": mean_precision, "NDS_no_attr": total / 9}
     if with_attributes:
-        summary["NDS"] = (5 * mean_precision + without + scores["attr_err"]) / 10
+        summary["NDS"] = (total + scores["attr_err"]) / 10
     names = {name: label for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"}
     return summary | {label: errors[name] for name, label in names.items()}

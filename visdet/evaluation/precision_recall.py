@@ -157,30 +157,33 @@ def report_of(
         matched_by: see :class:`CurveReport`.
         most_of_class: the greatest number of predictions of a class in a frame that count for the curves.
     """
-    scores: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
-    right: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
+    none = (np.zeros(0), np.zeros(0, dtype=bool))
+    found: list[list[tuple[np.ndarray, np.ndarray]]] = [
+        [none] for _ in classes
+    ]  # scores, and which are right
     num_truths = np.zeros(len(classes), dtype=int)
     for frame in frames:
         np.add.at(num_truths, frame.labels[~frame.is_crowd], 1)
         for label in np.unique(frame.predicted):
             rows = frame.best_first(frame.predicted == label)[:most_of_class]
             taken = frame.matches(rows, label)
-            scores[label].append(frame.scores[rows][taken > -2])
-            right[label].append(taken[taken > -2] >= 0)
+            counts = taken > -2
+            found[label].append((frame.scores[rows][counts], taken[counts] >= 0))
     curves = {}
-    for label, name in enumerate(classes):
-        curves[name] = score_curve(
-            np.concatenate(scores[label]), np.concatenate(right[label]), num_truths[label]
-        )
+    for name, of_class, number in zip(classes, found, num_truths, strict=True):
+        scores, right = map(np.concatenate, zip(*of_class, strict=True))
+        curves[name] = score_curve(scores, right, number)
     best = [curve["best_threshold"] for curve in curves.values()]
     least = np.array([np.inf if threshold is None else threshold for threshold in best])
-    confusion = np.zeros((len(classes) + 1, len(classes) + 1), dtype=np.int64)
+    num_columns = len(classes) + 1
+    confusion = np.zeros((num_columns, num_columns), dtype=np.int64)
     for frame in frames:
         rows = frame.best_first(frame.scores >= least[frame.predicted])
         taken, predicted = frame.matches(rows), frame.predicted[rows]
-        is_missed = ~frame.is_crowd
-        is_missed[taken[taken >= 0]] = False
-        np.add.at(confusion, (frame.labels[taken[taken >= 0]], predicted[taken >= 0]), 1)
+        is_matched = taken >= 0
+        matched, is_missed = taken[is_matched], ~frame.is_crowd
+        is_missed[matched] = False
+        np.add.at(confusion, (frame.labels[matched], predicted[is_matched]), 1)
         np.add.at(confusion[-1], predicted[taken == -1], 1)
         np.add.at(confusion[:, -1], frame.labels[is_missed], 1)
     return CurveReport(matched_by, curves, confusion)

@@ -70,14 +70,16 @@ def parts_inside(line: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
         line: the points. reach: [n], how far each is on that side, which is negative on the other one.
     """
     parts: list[list[np.ndarray]] = [[]]
-    for here, point in enumerate(line):
-        if here and reach[here - 1] * reach[here] < 0:
-            share = reach[here - 1] / (reach[here - 1] - reach[here])
-            parts[-1].append(line[here - 1] + (point - line[here - 1]) * share)
-        if reach[here] >= 0:
+    before, last = 0.0, line[:1]
+    for point, here in zip(line, reach, strict=True):
+        if before * here < 0:
+            share = before / (before - here)
+            parts[-1].append(last + (point - last) * share)
+        if here >= 0:
             parts[-1].append(point)
         elif parts[-1]:
             parts.append([])
+        before, last = here, point
     return [np.array(part) for part in parts if part]
 
 
@@ -142,6 +144,7 @@ def closed_orders(line: np.ndarray) -> np.ndarray:
     The orders start from every point and run in both directions.
     """
     ring = line[:-1]
-    starts = (np.arange(len(ring)) - np.arange(len(ring))[:, None]) % len(ring)
+    places = np.arange(len(ring))
+    starts = (places - places[:, None]) % len(ring)
     rings = np.concatenate([ring[starts], ring[::-1][starts]])
     return np.concatenate([rings, rings[:, :1]], axis=1)

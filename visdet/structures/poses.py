@@ -46,8 +46,9 @@ def pose_matrix(
 def inverse_pose(pose: np.ndarray) -> np.ndarray:
     """Return the inverse of a rigid transform [4, 4]."""
     inverse = np.eye(4)
-    inverse[:3, :3] = pose[:3, :3].T
-    inverse[:3, 3] = -pose[:3, :3].T @ pose[:3, 3]
+    turn_back = pose[:3, :3].T
+    inverse[:3, :3] = turn_back
+    inverse[:3, 3] = -turn_back @ pose[:3, 3]
     return inverse
 
 
@@ -84,16 +85,18 @@ def moved_boxes(boxes: np.ndarray, pose: np.ndarray) -> np.ndarray:
     """
     moved = boxes.copy()
     moved[:, :3] = moved_points(boxes[:, :3], pose)
-    x, y = pose[:2, :2] @ [np.cos(boxes[:, 6]), np.sin(boxes[:, 6])]
+    turn, yaw = pose[:2, :2], boxes[:, 6]
+    x, y = turn @ [np.cos(yaw), np.sin(yaw)]
     moved[:, 6] = wrap_angle(np.arctan2(y, x))
     if boxes.shape[1] > 7:
-        moved[:, 7:] = boxes[:, 7:] @ pose[:2, :2].T
+        moved[:, 7:] = boxes[:, 7:] @ turn.T
     return moved
 
 
 def wrap_angle(angle: np.ndarray) -> np.ndarray:
     """Return the angle in [-pi, pi)."""
-    return angle - 2 * np.pi * np.floor(angle / (2 * np.pi) + 0.5)
+    round_angle = 2 * np.pi
+    return angle - round_angle * np.floor(angle / round_angle + 0.5)
 
 
 def box_corners(boxes: np.ndarray) -> np.ndarray:
