@@ -33,7 +33,7 @@ from tests.fuzz.problem import (
     wide_of,
 )
 from tests.fuzz.sampling import longest_side, near_whole, starts_of
-from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
+from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_reference
 
 # Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded)
 # values. The 16-bit outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of
@@ -184,15 +184,6 @@ OPERATORS = (
         of_size=(lambda n: _of_sizes(2, n), lambda n: _of_sizes(n, 3)),
     ),
 )
-
-
-def test_one_sample_by_hand():
-    # A 2 x 3 map of one channel; the sample at pixel (x=1.25, y=0.5) weighs its corners .375 .125 .375 .125.
-    value = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]).reshape(1, 6, 1, 1)
-    location = torch.tensor([(1.25 + 0.5) / 3, (0.5 + 0.5) / 2]).reshape(1, 1, 1, 1, 1, 2)
-    out = ms_deform_attn(value, [(2, 3)], [0], location, torch.full((1, 1, 1, 1, 1), 2.0))
-    assert out.shape == (1, 1, 1)
-    assert out.item() == pytest.approx(2 * (0.375 * 2 + 0.125 * 4 + 0.375 * 16 + 0.125 * 32))
 
 
 of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -551,28 +542,6 @@ def test_gradients_of_a_map_too_large_for_counters_in_shared_memory():
     with in_order():
         _, sorted_first = gradients(ms_deform_attn, case)
     assert_near(sorted_first, added, 1e-5)
-
-
-@pytest.mark.slow
-def test_runs_in_an_aot_inductor_package(tmp_path):
-    value, *_ = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32)
-
-    class Fused(torch.nn.Module):
-        def forward(self, value, points, offsets, logits):
-            return ms_deform_attn_fused(
-                value * 2, [(7, 5), (3, 4)], [0, 35], points, offsets, logits, [3, 1]
-            ).relu()
-
-    generator = torch.Generator().manual_seed(2)
-    sizes = ((2, 13, 2, 4), (2, 13, 3, 4, 2), (2, 13, 3, 4))
-    arguments = (value, *[torch.rand(size, generator=generator) for size in sizes])
-    module = Fused()
-    program = torch.export.export(module, arguments, strict=False)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "op.pt2"))
-    packaged = torch._inductor.aoti_load_package(path)
-    for scale in (1.0, 0.5):
-        inputs = (arguments[0] * scale, *arguments[1:])
-        torch.testing.assert_close(packaged(*inputs), module(*inputs))
 
 
 def wide(*shape, dtype=torch.float32):

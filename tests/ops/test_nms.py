@@ -279,16 +279,6 @@ def random_boxes(count, seed=0, dtype=torch.float32):
     return boxes.to(dtype), torch.rand(count, generator=generator).to(dtype)
 
 
-def test_nms_by_hand(backend):
-    dets, keep = nms(BOXES, SCORES, 0.5)
-    assert keep.tolist() == [0, 1, 3]
-    assert torch.equal(dets, torch.cat([BOXES, SCORES[:, None]], 1)[keep])
-    assert nms(BOXES, SCORES, 0.3)[1].tolist() == [0, 3]
-    assert nms(BOXES, SCORES, 0.95)[1].tolist() == [0, 1, 2, 3]
-    assert nms(BOXES, SCORES, 0.95, max_num=2)[1].tolist() == [0, 1]
-    assert nms(BOXES, SCORES, 0.5, score_threshold=0.6)[1].tolist() == [0, 1]  # 0.6 is not above 0.6
-
-
 def read_only(array):
     array = array.copy()
     array.flags.writeable = False
@@ -610,7 +600,9 @@ def test_scores_are_ranked_in_their_own_type(kind, has_classes):
 @pytest.mark.parametrize("threshold, kept", [(0.5, [0, 1]), (math.nextafter(0.5, 0), [0])])
 def test_a_box_that_overlaps_by_the_threshold_is_kept(threshold, kept, device):
     boxes = torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1]], device=device)
-    assert nms(boxes, torch.tensor([0.9, 0.8], device=device), threshold)[1].tolist() == kept
+    scores = torch.tensor([0.9, 0.8], device=device)
+    assert nms(boxes, scores, threshold)[1].tolist() == kept
+    assert nms(boxes, scores, threshold, score_threshold=0.8)[1].tolist() == [0]  # 0.8 is not above 0.8
 
 
 @pytest.mark.parametrize("suppress", [nms3d, nms3d_normal])

@@ -13,6 +13,7 @@ from visdet.models.sparsedrive import (
     InstanceQueueState,
     SparseBox3DKeyPointsGenerator,
 )
+from visdet.models.sparsedrive.motion.motion_decoder import _yaws
 from visdet.models.sparsedrive.motion.motion_planning_head import (
     MotionPlanningHead,
 )
@@ -39,6 +40,13 @@ def test_planning_decoder_matches_golden(variant):
     for i, result in enumerate(results):
         for name, value in result.items():
             close(value, expected[f"{variant}/{i}/{name}"])
+
+
+def test_an_agent_that_stands_keeps_its_heading():
+    paths = torch.tensor([[[0.0, 0.0], [1, -1], [0.3, 0.3]], [[0, 0], [1, 1], [2, 2]]])
+    turned = math.pi / 4
+    expected = torch.tensor([[2.0, 2, 2], [0, turned, turned]])
+    torch.testing.assert_close(_yaws(paths, torch.tensor([2.0, 0.0])), expected)
 
 
 def make_queue(**changes):

@@ -7,7 +7,7 @@ import torch
 from sparsedrive_golden import close, module_case
 
 from visdet.models.losses import CrossEntropyLoss, GaussianFocalLoss
-from visdet.models.sparsedrive import DenseDepthNet, LinesL1Loss
+from visdet.models.sparsedrive import DenseDepthNet, LinesL1Loss, SparseLineLoss
 from visdet.registry import MODELS
 
 BOX_LOSS = {
@@ -72,6 +72,16 @@ def test_lines_l1_by_hand():
     pred, target = torch.tensor([[0.0, 0, 0, 1]]), torch.zeros(1, 4)
     assert LinesL1Loss(beta=0, loss_weight=3.0)(pred, target, avg_factor=1.0).item() == 1.5
     assert LinesL1Loss(beta=2.0)(pred, target, avg_factor=1.0).item() == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("weight", [None, torch.full((2, 4), 3.0)])
+def test_masked_lines_have_no_part(weight):
+    loss = SparseLineLoss({"type": "LinesL1Loss"}, num_sample=2)
+    lines, mask = torch.tensor([[0.0, 0, 0, 9], [5, 5, 5, 7]]), torch.tensor([True, False])
+    alone = [None if one is None else one[mask] for one in (lines, 0 * lines, weight)]
+    expected = loss(*alone, avg_factor=1.0)
+    assert loss(lines, 0 * lines, weight, avg_factor=1.0, mask=mask) == expected
+    assert expected["loss_line"] > 0
 
 
 def test_depth_does_not_depend_on_the_memory_format():
