@@ -21,7 +21,7 @@ from .checkpoints.newest import name_newest
 from .checkpoints.plain_state import to_plain
 from .checkpoints.resume import read_to_resume
 from .checkpoints.run_state import collected_state, refusal, restore
-from .checkpoints.weights import check_finite, load_weights, own_names, weights_of
+from .checkpoints.weights import MODULE_PREFIX, check_finite, load_weights, own_names, weights_of
 from .config.load import given_dataset
 from .config.text import leaves
 from .errors import CheckpointError
@@ -61,19 +61,21 @@ class RunCheckpoints(RunnerInterface):
 
         The order of the data depends on the seed. A seed of the config stays.
         """
+        weights, work_dir, randomness = self.load_from, self.work_dir, self.randomness
         if not (resume := self.cfg.get("resume")):
             return None
-        found = read_to_resume(resume, self.load_from, self.work_dir, self.trusts_checkpoints)
+        found = read_to_resume(resume, weights, work_dir, self.trusts_checkpoints)
         if found is None:
-            start = f"the weights of {self.load_from}" if self.load_from else "scratch"
-            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
+            start = f"the weights of {weights}" if weights else "scratch"
+            say(f"resume: {work_dir} has no checkpoint that can be resumed; the run starts from {start}")
             return None
-        self.resumed_from, content, remarks = found
+        path, content, remarks = found
+        self.resumed_from = path
         for remark in remarks if self.rank == 0 else ():
             self.logger.warning(f"a newer checkpoint is passed over: {remark}")
-        if (seed := content["meta"].get("seed")) is not None and self.randomness.get("seed") is None:
-            self._seed_with({**self.randomness, "seed": seed})
-        return self.resumed_from, content
+        if (seed := content["meta"].get("seed")) is not None and randomness.get("seed") is None:
+            self._seed_with({**randomness, "seed": seed})
+        return path, content
 
     def _start_from(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
         """Restore a checkpoint and return its random state, or load the weights that the config names, if any."""
@@ -98,7 +100,7 @@ class RunCheckpoints(RunnerInterface):
         filename: str,
         map_location: Any = "cpu",
         strict: bool | None = None,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+        revise_keys: Sequence[tuple[str, str]] = MODULE_PREFIX,
     ) -> dict:
         """Load the weights of a checkpoint into the model and return the checkpoint.
 
@@ -120,7 +122,7 @@ class RunCheckpoints(RunnerInterface):
         path: str,
         content: dict[str, Any],
         strict: bool,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+        revise_keys: Sequence[tuple[str, str]] = MODULE_PREFIX,
     ) -> dict[str, Any]:
         """Load the weights of a checkpoint into the model, and return its content, whose weights hooks see, too.
 
@@ -199,28 +201,26 @@ class RunCheckpoints(RunnerInterface):
 
         Outside of hooks, ``by_epoch`` says whether an epoch or an iteration has just ended.
         """
-        moment = self._moment()
-        ends_epoch = moment == "after_train_epoch" or (moment is None and by_epoch)
-        ends_iteration = moment == "after_train_iter" or (moment is None and not by_epoch)
-        return {"epoch": self.epoch + int(ends_epoch), "iter": self.iter + int(ends_iteration)}
+        of_caller = "after_train_epoch" if by_epoch else "after_train_iter"
+        moment = self._moment() or of_caller
+        ends_epoch = moment == "after_train_epoch"
+        ends_iteration = moment == "after_train_iter"
+        return {"epoch": self.epoch + ends_epoch, "iter": self.iter + ends_iteration}
 
     def _save_interrupted(self) -> None:
         """Save a checkpoint of this iteration where the checkpoint hook saves, unless there is one already."""
         hook = next((hook for hook in self.hooks if isinstance(hook, CheckpointHook)), None)
-        if hook is None or self._saved_at == self.iter + 1:
+        done, hub = self.iter + 1, self.message_hub
+        if hook is None or self._saved_at == done:
             return
-        path = os.path.join(str(hook.out_dir), _INTERRUPTED)
-        self.message_hub.update_info("last_ckpt", path)
-        counts = {"epoch": self.epoch, "iter": self.iter + 1}
+        folder = str(hook.out_dir)
+        hub.update_info("last_ckpt", os.path.join(folder, _INTERRUPTED))
+        counts = {"epoch": self.epoch, "iter": done}
         self.save_checkpoint(
-            str(hook.out_dir),
-            _INTERRUPTED,
-            hook.file_client_args,
-            meta=counts,
-            backend_args=hook.backend_args,
+            folder, _INTERRUPTED, hook.file_client_args, meta=counts, backend_args=hook.backend_args
         )
         if self.rank == 0:
-            name_newest(self.work_dir, self.message_hub)
+            name_newest(self.work_dir, hub)
 
 
 def _check_resumable(model: nn.Module, path: str, content: dict[str, Any], allows_nonfinite: bool) -> None:

@@ -118,12 +118,14 @@ def _content_of(path: str, source: str, map_location: Any, trust: bool) -> dict[
     try:
         disk = _DiskFile(path)
     except OSError as error:
-        raise _not_now(source, error.strerror or str(error)) from error
+        raise _not_now(source, error) from error
     try:
         with io.BufferedReader(disk) as file:
             content = _read(file, map_location, trust)
     except Exception as error:  # torch.load raises errors of every type for a file that is not a checkpoint.
-        raise _explained(error, disk.failure, path, source) from error
+        if disk.failure is not None:
+            raise _not_now(source, disk.failure) from error
+        raise _explained(error, os.path.getsize(path), source) from error
     if not isinstance(content, dict):
         raise DamagedCheckpointError(
             f"checkpoint {source} holds a {type(content).__name__}, but a checkpoint is a dict of weights"
@@ -131,11 +133,8 @@ def _content_of(path: str, source: str, map_location: Any, trust: bool) -> dict[
     return content
 
 
-def _explained(error: Exception, failure: OSError | None, path: str, source: str) -> CheckpointError:
-    """Return the error to raise after torch's ``error`` and a ``failure`` of the disk, if there was one."""
-    size = os.path.getsize(path)
-    if failure is not None:
-        return _not_now(source, failure.strerror or str(failure))
+def _explained(error: Exception, size: int, source: str) -> CheckpointError:
+    """Return the error to raise after torch's ``error``, for a file of ``size`` bytes."""
     if is_out_of_memory(error):
         return _not_now(source, f"the memory does not suffice for its {size} bytes")
     reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
@@ -178,8 +177,9 @@ class _DiskFile(io.FileIO):
             raise
 
 
-def _not_now(source: str, reason: str) -> CheckpointError:
+def _not_now(source: str, failure: OSError | str) -> CheckpointError:
     """Return the error for a failure of the machine, which says nothing about the content of the file."""
+    reason = getattr(failure, "strerror", None) or failure
     return CheckpointError(
         f"checkpoint {source} cannot be read now: {reason}. The file itself may be intact. Try again, or check the "
         "storage that it is on"
@@ -285,7 +285,7 @@ def _place_in_cache(address: str) -> Path:
     name = Path(urlparse(address).path).name
     if _checksum_of(address) is None:  # Another address may end in the same name.
         name = f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{name}"
-    return Path(torch.hub.get_dir()) / "checkpoints" / name
+    return Path(torch.hub.get_dir(), "checkpoints", name)
 
 
 def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,12 +36,12 @@ def rows_of_classes(model: nn.Module) -> dict[str, list[str]]:
 
     A module declares them by ``class_rows``: for a list, the names of its layers or parameters.
     """
-    names = [name for name, _ in model.state_dict(keep_vars=True).items()]
-    found: dict[str, list[str]] = {}
+    names = list(model.state_dict(keep_vars=True))
+    found: dict[str, list[str]] = defaultdict(list)
     for place, module in model.named_modules():
         for kind, layers in getattr(module, "class_rows", {}).items():
             starts = tuple(f"{place}.{layer}.".lstrip(".") for layer in layers)
-            found.setdefault(kind, []).extend(name for name in names if f"{name}.".startswith(starts))
+            found[kind] += [name for name in names if f"{name}.".startswith(starts)]
     return found
 
 
@@ -80,18 +81,19 @@ def matched_by_name(
                 )
             continue
         new = [name for name in names if name not in known]
+        unknown = listed(new)
         both = f"The checkpoint has the {kind} {listed(known)}; the run has {listed(names)}"
         if strict and new:
             raise CheckpointError(
-                f"checkpoint {source} does not know {listed(new)}. {both}. Name those of the checkpoint in the "
-                "metainfo of the data sets, in any order, or train by --from"
+                f"checkpoint {source} does not know {unknown}. {both}. Name those of the checkpoint in the metainfo of "
+                "the data sets, in any order, or train by --from"
             )
         if strict and not keys:
             raise CheckpointError(
                 f"checkpoint {source} has its {kind} in another order, and {type(model).__name__} does not declare the "
                 f"rows that belong to them by class_rows. {both}"
             )
-        begins = f", and those of {listed(new)} begin anew" if new else ""
+        begins = f", and those of {unknown} begin anew" if new else ""
         _warn(
             f"checkpoint {source} has other {kind} or another order. Its rows are taken by name{begins}. {both}"
         )

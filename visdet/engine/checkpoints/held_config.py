@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from mmengine.config import Config
 
 from visdet.errors import listed
 
-from ..config.checks import section_of
+from ..config.checks import section_of, several_of
 from ..config.foreign_scope import adopt_mmdet_scope
 from ..config.load import given_dataset
 from ..config.load import load_config as load_written_config
@@ -77,7 +78,7 @@ def load_config(
     if names_checkpoint(config):
         from .checkpoint import read_checkpoint
 
-        path, trust = os.path.expanduser(os.fspath(config)), bool((options or {}).get("trust_checkpoint"))
+        path, trust = os.path.expanduser(config), bool(options and options.get("trust_checkpoint"))
         config = config_of(read_checkpoint(path, trust=trust), path, trust)
     return load_written_config(config, options, work_dir)
 
@@ -101,8 +102,8 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
     """
     from .published import PUBLISHED
 
-    meta = meta_of(content)
-    text = meta.get("cfg") or meta.get("config")
+    held = meta_of(content).get
+    text = held("cfg") or held("config")
     if path in PUBLISHED:
         return load_written_config(PUBLISHED[path][0])[0]
     if not isinstance(text, str):
@@ -113,7 +114,7 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
     if trust and code:
         exec(compile(text, path, "exec"), values)
         values = {name: value for name, value in values.items() if not isinstance(value, ModuleType)}
-    name = _TIME_OF_A_RUN.sub("", str(meta.get("experiment_name") or Path(path).stem))
+    name = _TIME_OF_A_RUN.sub("", str(held("experiment_name") or Path(path).stem))
     own = {key: value for key, value in values.items() if key not in (*_OF_THE_RUN, "_base_", "__builtins__")}
     cfg = Config(own, cfg_text=text, filename=f"{Path(name).name}.py")
     adopt_mmdet_scope(cfg)
@@ -138,10 +139,13 @@ def say_differences(cfg: Config, content: Mapping[str, Any], path: str) -> None:
     except (CheckpointError, ConfigError):
         return  # It holds none, or one that cannot be compared without running its code.
     here, there = _what_predicts(cfg), _what_predicts(held)
-    keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
-    if keys:
-        told = listed((f"{key} is {here.get(key)!r:.60} (there {there.get(key)!r:.60})" for key in keys), 4)
-        say(f"the config that is given differs from that of {path}, and is used: {told}")
+    found = []
+    for key in {**there, **here}:
+        own, other = here.get(key), there.get(key)
+        if own != other:
+            found.append(f"{key} is {own!r:.60} (there {other!r:.60})")
+    if found:
+        say(f"the config that is given differs from that of {path}, and is used: {listed(found, 4)}")
 
 
 def _what_predicts(cfg: Config) -> dict[str, Any]:
@@ -160,16 +164,14 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"the config in checkpoint {path} cannot be read: {error}") from error
     for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        try:
-            match node:
-                case ast.Assign(targets=[ast.Name(name)], value=value):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                continue
+            case ast.Assign(targets=[ast.Name(name)], value=value):
+                with suppress(ValueError, TypeError, SyntaxError, RecursionError, OverflowError):
                     values[name] = ast.literal_eval(_Literals().visit(value))
-                case _:
-                    raise ValueError
-        except (ValueError, TypeError, SyntaxError, RecursionError, OverflowError):
-            code.append(ast.unparse(node)[:80])
+                    continue
+        code.append(ast.unparse(node)[:80])
     return values, code
 
 
@@ -191,17 +193,18 @@ class _Literals(ast.NodeTransformer):
 
 def _code_in(values: dict[str, Any]) -> list[str]:
     """Return the modules that a config would import, by ``custom_imports`` or as the name of a class."""
-    imports = section_of(values, "custom_imports").get("imports") or []
-    code = [f"custom_imports {name}" for name in ([imports] if isinstance(imports, str) else imports)]
+    imports = several_of(section_of(values, "custom_imports"), "imports")
+    code = [f"custom_imports {name}" for name in imports]
     for place, name in leaves(values):
         key = place.rpartition(".")[2]
-        if not isinstance(name, str) or key not in (*_NAMING, "_scope_", "default_scope"):
+        names_class = key in _NAMING
+        if not isinstance(name, str) or not (names_class or key in ("_scope_", "default_scope")):
             continue
         package, dot, _ = name.partition(".")
         last = name.rpartition(".")[2]
         # A registry that has no class of a name imports a module of that name.
-        is_module = key in _NAMING and last.isidentifier() and importlib.util.find_spec(last) is not None
-        is_foreign = package not in _REGISTERED and bool(dot or key not in _NAMING)
+        is_module = names_class and last.isidentifier() and importlib.util.find_spec(last) is not None
+        is_foreign = package not in _REGISTERED and (dot or not names_class)
         if is_module or is_foreign:
             code.append(f"{place}={name!r}")
     return code

@@ -31,7 +31,7 @@ def name_newest(work_dir: str, message_hub: MessageHub) -> None:
     folder = Path(work_dir)
     last = message_hub.get_info("last_ckpt") or ""
     if last:
-        write_atomically(folder / LAST_CHECKPOINT, last.encode())
+        write_atomically(folder / LAST_CHECKPOINT, last)
     newest = Path(last)
     known = [path for name, path in message_hub.runtime_info.items() if name.startswith("best_ckpt") and path]
     here = [Path(last or path).with_name(Path(path).name) for path in known]

@@ -6,6 +6,7 @@ the head.
 """
 
 import re
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -155,21 +156,23 @@ def converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
     expected = model.state_dict()
     last = str(max((int(match[1] or 0) for key in expected if (match := _CLASSES.match(key))), default=0))
     count = sum(re.fullmatch(r"neck\.convs\.\d+\.conv\.weight", key) is not None for key in expected)
-    levels = [f"convs.{k}." if k < count else f"extra_convs.{k - count}." for k in range(8)]
     rules = {old: new.replace("{last}", last) for old, new in found[0].items()}
-    for k, level in enumerate(levels):
+    for k in range(8):
+        level = f"convs.{k}." if k < count else f"extra_convs.{k - count}."
         rules[rf"^input_proj\.{k}\.0\."] = f"neck.{level}conv."
         rules[rf"^input_proj\.{k}\.1\."] = f"neck.{level}gn."
-    parts: dict[str, dict[str, Tensor]] = {}
+    result = {}
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in weights.items():
         for old, new in rules.items():
             key = re.sub(old, new, key)
-        key, _, part = key.partition("@")
-        parts.setdefault(key, {})[part] = value
-    result = {
-        key: those[""] if "" in those else torch.cat([those[number] for number in sorted(those)])
-        for key, those in parts.items()
-    }
+        whole, mark, number = key.partition("@")
+        if mark:
+            parts[whole][number] = value
+        else:
+            result[whole] = value
+    for key, those in parts.items():
+        result[key] = torch.cat([those[number] for number in sorted(those)])
     adapted = _of_classes(_of_backbone(result, model), expected, last)
     # Branches of the head that are missing are those of the first layer.
     firsts = {key: _BRANCH.sub(r"\g<1>0.", key) for key in expected if key not in adapted}

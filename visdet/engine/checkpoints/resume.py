@@ -36,21 +36,20 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
 
 def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any]] | None, list[str]]:
     """Return the path and the content of the checkpoint, or None; see :func:`newest_readable_checkpoint`."""
-    folder = Path(work_dir)
-    named = newest_named(folder)
-    if named and not _checkpoints_in(folder) and Path(named).is_file():
-        folder = Path(named).parent
+    folder, remarks = Path(work_dir), []
+    named = Path(newest_named(folder))
     files = _checkpoints_in(folder)
-    candidates = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
-    last, remarks = None, []
-    if named:
-        # Only the name counts, because the folder may have been moved or copied since.
-        last = folder / Path(named).name
-        if last.is_file():
-            candidates = [last, *(path for path in candidates if path != last)]
-        else:
-            remarks.append(f"{Path(work_dir, LAST_CHECKPOINT)} names {last.name}, which does not exist")
-    for path in candidates:
+    if not files and named.is_file():
+        folder = named.parent
+        files = _checkpoints_in(folder)
+    files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    # Only the name counts, because the folder may have been moved or copied since.
+    last = folder / named.name
+    if last.is_file():
+        files = [last, *(path for path in files if path != last)]
+    elif last != folder:
+        remarks.append(f"{Path(work_dir, LAST_CHECKPOINT)} names {last.name}, which does not exist")
+    for path in files:
         try:
             content = read_checkpoint(path, trust=trust)
         except DamagedCheckpointError as error:
@@ -88,15 +87,17 @@ def read_to_resume(
             work_dir has checkpoints, but none that can be resumed; the file has no training state; or a process cannot
             read it. Every process raises it.
     """
-    chosen: list[Any] = [None, []]
+    path: str | None = None
+    remarks: list[str] = []
     content, problem = None, None
     if is_main_process():
         try:
-            chosen[0], content, chosen[1] = _choose(
+            path, content, remarks = _choose(
                 (load_from or AUTO) if resume is True else str(resume), work_dir, trust
             )
         except CheckpointError as error:
             problem = str(error)
+    chosen: list[Any] = [path, remarks]
     broadcast_object_list(chosen, src=0)
     path, remarks = chosen
     if path is not None and content is None and problem is None:

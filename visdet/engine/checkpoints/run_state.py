@@ -40,8 +40,7 @@ from .score_thresholds import thresholds_of
 
 # What torch's optimizers remember of each number of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-# What hooks remember that have no ``state_dict`` of their own.
-_MEMORIES: dict[type, tuple[str, ...]] = {EarlyStoppingHook: ("wait_count", "best_score")}
+_OF_EARLY_STOPPING = ("wait_count", "best_score")  # what mmengine's hook remembers, without a ``state_dict``
 _UNFIT = (
     ArithmeticError,
     AssertionError,
@@ -71,7 +70,8 @@ def collected_state(
     of_processes = _states_of_processes(runner) if save_optimizer else {}
     if get_rank() != 0:
         return {}
-    loader = runner.train_dataloader
+    loader, wrapper = runner.train_dataloader, runner.optim_wrapper
+    dataset = loader.dataset
     state = {
         "meta": {
             **meta,
@@ -80,21 +80,21 @@ def collected_state(
             "experiment_name": runner.experiment_name,
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "mmengine_version": mmengine.__version__,
-            "dataset_meta": getattr(loader.dataset, "metainfo", None),
-            "category_ids": category_ids_of(loader.dataset),
+            "dataset_meta": getattr(dataset, "metainfo", None),
+            "category_ids": category_ids_of(dataset),
             "score_thresholds": _own_thresholds(runner, meta.get("iter")),
             "iterations_per_epoch": len(loader),
             "batch_size": _batch_size(loader),
             "processes": runner.world_size,
             "batches_ahead": runner.train_loop.batches_ahead,
-            "optimizers": {"": type(runner.optim_wrapper.optimizer).__name__},
+            "optimizers": {"": type(wrapper.optimizer).__name__},
             **of_processes,
         },
         "state_dict": weights_to_cpu(unwrapped(runner.model).state_dict()),
         "message_hub": runner.message_hub.state_dict(),
     }
     if save_optimizer:
-        state["optimizer"] = runner.optim_wrapper.state_dict()
+        state["optimizer"] = wrapper.state_dict()
         state["meta"]["recipe"] = runner.recipe
         state["hooks"] = {name: memory_of(hook) for name, hook in hooks_with_memory(runner.hooks).items()}
     if save_param_scheduler:
@@ -116,18 +116,17 @@ def _states_of_processes(runner: Any) -> dict[str, Any]:
             "that is resumed from it differs. Let all processes call save_checkpoint, of which the main one writes"
         )
         return {}
-    model = unwrapped(runner.model)
-    own: dict[str, Any] = {"random_states": current_random_state()}
+    model, wrapper = unwrapped(runner.model), runner.optim_wrapper
+    states: dict[str, Any] = {
+        "random_states": all_gather_object(current_random_state()),
+        "accumulated_gradients": None,
+    }
     if hasattr(model, "plain_state"):
-        own["temporal_states"] = model.plain_state(runner.steps.state)
-    by_rank = all_gather_object(own)
-    states: dict[str, Any] = {"accumulated_gradients": None}
-    for name in own:
-        states[name] = [of_process[name] for of_process in by_rank]
-    if not runner.optim_wrapper.should_update():
+        states["temporal_states"] = all_gather_object(model.plain_state(runner.steps.state))
+    if not wrapper.should_update():
         # The next update needs gradients of earlier iterations. The main process alone gets those of the others.
         gradients = {name: _gathered(parameter.grad) for name, parameter in model.named_parameters()}
-        counts = [runner.optim_wrapper._accumulative_counts]
+        counts = [wrapper._accumulative_counts]
         states["accumulated_gradients"] = {"accumulative_counts": counts, "by_rank": gradients}
     return states
 
@@ -142,21 +141,22 @@ def _all_processes_come(runner: Any) -> bool:
 
     The main process waits a minute for the others, and tells those that come later that it has gone on alone.
     """
-    if get_world_size() == 1:
+    processes, own = get_world_size(), get_rank()
+    if processes == 1:
         return True
     store = distributed_c10d._get_default_store()
     place = f"{runner.experiment_name} at {runner.iter}"
     _calls[place] += 1
     place += f", checkpoint {_calls[place]}"
-    ranks = [f"{place} {rank}" for rank in range(1, get_world_size())]
-    if get_rank() == 0:
+    if own == 0:
+        ranks = [f"{place} {rank}" for rank in range(1, processes)]
         try:
             store.wait(ranks, _PATIENCE)
             store.set(place, "together")
         except RuntimeError:
             store.set(place, "alone")
     else:
-        store.set(f"{place} {get_rank()}", "here")
+        store.set(f"{place} {own}", "here")
         store.wait([place])
     return store.get(place) == b"together"
 
@@ -164,7 +164,7 @@ def _all_processes_come(runner: Any) -> bool:
 def has_memory(hook: Hook) -> bool:
     """Return whether a hook remembers something that a resumed run needs."""
     has_methods = hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict")
-    return has_methods or isinstance(hook, tuple(_MEMORIES))
+    return has_methods or isinstance(hook, EarlyStoppingHook)
 
 
 def is_kept(hook: Hook) -> bool:
@@ -186,8 +186,7 @@ def memory_of(hook: Any) -> Any:
     """Return what a hook remembers."""
     if hasattr(hook, "state_dict"):
         return hook.state_dict()
-    kind = next(kind for kind in _MEMORIES if isinstance(hook, kind))
-    return {name: getattr(hook, name) for name in _MEMORIES[kind]}
+    return {name: getattr(hook, name) for name in _OF_EARLY_STOPPING}
 
 
 def _remember(hook: Any, memory: Any) -> None:
@@ -213,6 +212,7 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
         CheckpointError: a part does not fit this run. The message names it.
     """
     meta, loop, warn = content["meta"], runner.train_loop, runner.logger.warning
+    held, seed = meta.get, runner.seed
     with _restoring(path, "meta"):
         loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
         if min(loop.epoch, loop.iter) < 0:
@@ -220,19 +220,20 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
         _go_on_in_data(runner, path, meta)
     with _restoring(path, "message_hub"):
         runner.message_hub.load_state_dict(restore_message_hub(content["message_hub"]))
-    if to_plain(meta.get("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
+    if to_plain(held("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
         warn(f"{path} comes from a run whose training data have other classes or another metainfo")
-    if meta.get("seed") not in (None, runner.seed):
+    if held("seed") not in (None, seed):
         warn(
-            f"{path} comes from a run with the seed {meta['seed']}, but the config has {runner.seed}: the order of the "
-            "data is another one from here on"
+            f"{path} comes from a run with the seed {meta['seed']}, but the config has {seed}: the order of the data "
+            "is another one from here on"
         )
     _restore_optimizer(runner, path, content)
     _restore_gradients(runner, path, meta)
+    memories = section_of(content, "hooks")
     for name, hook in hooks_with_memory(runner.hooks).items():
         with _restoring(path, f"hooks[{name!r}]"):
-            if name in section_of(content, "hooks"):
-                _remember(hook, content["hooks"][name])
+            if name in memories:
+                _remember(hook, memories[name])
     if lacking := _lacking(runner, content):
         warn(
             f"{path} is not complete: it lacks {listed(lacking)}. The run goes on from it otherwise than the run that "
@@ -240,25 +241,24 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
         )
     model = unwrapped(runner.model)
     with _restoring(path, "meta['temporal_states']"):
-        states = meta.get("temporal_states") or []
+        states = held("temporal_states") or []
         if hasattr(model, "state_of_plain") and len(states) == runner.world_size:
             runner.steps.state = model.state_of_plain(states[runner.rank])
-    return _random_state(runner, path, meta.get("random_states"))
+    return _random_state(runner, path, held("random_states"))
 
 
 def _lacking(runner: Any, content: dict[str, Any]) -> list[str]:
     """Return the names of what this run needs and a checkpoint does not have."""
-    meta = content["meta"]
-    lacking = [] if meta.get("random_states") else ["meta['random_states']"]
-    if hasattr(unwrapped(runner.model), "state_of_plain") and not meta.get("temporal_states"):
-        lacking.append("meta['temporal_states']")
-    if runner.param_schedulers and not (content.get("param_schedulers") or meta.get("recipe")):
-        lacking.append("param_schedulers")
-    known = section_of(content, "hooks")
+    held, memories = content["meta"].get, section_of(content, "hooks")
+    is_temporal = hasattr(unwrapped(runner.model), "state_of_plain")
+    is_there = {
+        "meta['random_states']": held("random_states"),
+        "meta['temporal_states']": held("temporal_states") or not is_temporal,
+        "param_schedulers": content.get("param_schedulers") or held("recipe") or not runner.param_schedulers,
+    }
     for name, hook in hooks_with_memory(runner.hooks).items():
-        if name not in known and memory_of(hook):
-            lacking.append(f"hooks[{name!r}]")
-    return lacking
+        is_there[f"hooks[{name!r}]"] = name in memories or not memory_of(hook)
+    return [part for part, is_held in is_there.items() if not is_held]
 
 
 def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:
@@ -266,13 +266,15 @@ def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:
     with _restoring(path, "meta['random_states']"):
         if states is None:
             return None
-        if len(states) == runner.world_size:
+        before, processes = len(states), runner.world_size
+        if before == processes:
+            own = states[runner.rank]
             with preserved_random_state():
-                set_random_state(states[runner.rank])  # a trial
-            return states[runner.rank]
+                set_random_state(own)  # a trial
+            return own
         runner.logger.warning(
-            f"{path} comes from a run with {len(states)} processes, but this run has {runner.world_size}. Its data "
-            "order and random numbers differ from those of the earlier run"
+            f"{path} comes from a run with {before} processes, but this run has {processes}. Its data order and random "
+            "numbers differ from those of the earlier run"
         )
     return None
 
@@ -284,7 +286,8 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
     optimizer would read and write beyond the memory of a smaller tensor.
     """
     meta, wrapper, loop = content["meta"], runner.optim_wrapper, runner.train_loop
-    optimizer = wrapper.optimizer
+    optimizer, schedules, now_recipe = wrapper.optimizer, runner.param_schedulers, runner.recipe
+    warn = runner.logger.warning
     now = type(optimizer).__name__
     before = meta.get("optimizers") or {"": now}
     if before != {"": now}:
@@ -295,23 +298,23 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
         wrapper.load_state_dict(content["optimizer"])
         _check_moments(optimizer)
     with _restoring(path, "param_schedulers"):
-        saved, recipe = content.get("param_schedulers"), meta.get("recipe")
-        is_changed = recipe is not None and (recipe != runner.recipe or not saved)
-        load_schedules(runner.param_schedulers, saved, is_trial=is_changed)
+        saved, recipe, done = content.get("param_schedulers"), meta.get("recipe"), loop.iter
+        is_changed = recipe is not None and (recipe != now_recipe or not saved)
+        load_schedules(schedules, saved, is_trial=is_changed)
         if recipe is None:
-            runner.logger.warning(
+            warn(
                 f"{path} does not say which config its learning rates and schedules come from. They go on as they are "
                 "in it, whatever this config says"
             )
         if not is_changed:
             return
-        if changed := changes(recipe, runner.recipe):
-            runner.logger.warning(
+        if changed := changes(recipe, now_recipe):
+            warn(
                 f"the config differs from that of {path} in {changed}. The learning rates and the schedules are those "
-                f"of this config, as after {loop.iter} of its {loop.max_iters} iterations"
+                f"of this config, as after {done} of its {loop.max_iters} iterations"
             )
-        counts = (loop.iter, loop.epoch, len(loop.dataloader) if loop.by_epoch else None)
-        continue_changed(optimizer, runner.param_schedulers, recipe, runner.recipe, saved, counts)
+        counts = (done, loop.epoch, len(loop.dataloader) if loop.by_epoch else None)
+        continue_changed(optimizer, schedules, recipe, now_recipe, saved, counts)
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -353,36 +356,37 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     No sample is left out where the order of the samples does not depend on the batches, as with samplers of torch and
     mmengine. Those that the earlier run read of a batch of this run are read again.
     """
-    loop, now = runner.train_loop, len(runner.train_dataloader)
-    batches_of_run = runner.train_dataloader.batch_sampler
+    loop, loader, processes, held = runner.train_loop, runner.train_dataloader, runner.world_size, meta.get
+    now, size, batches_of_run = len(loader), _batch_size(loader), loader.batch_sampler
+    by_epoch, iteration, epoch = loop.by_epoch, loop.iter, loop.epoch
     is_endless = batches_of_run.endless_part is not None
-    before = meta.get("iterations_per_epoch") or now
-    loop.batches_ahead = meta.get("batches_ahead", 0)
-    size, processes = _batch_size(runner.train_dataloader), runner.world_size
-    size_before, processes_before = meta.get("batch_size", size), meta.get("processes", processes)
+    before, ahead = held("iterations_per_epoch") or now, held("batches_ahead", 0)
+    loop.batches_ahead = ahead
+    size_before, processes_before = held("batch_size", size), held("processes", processes)
     images, images_before = size * processes, size_before * processes_before
-    if (before, images_before) == (now, images):
+    if before == now and images_before == images:
         return
-    drawn = loop.iter + loop.batches_ahead
-    epochs = 0 if is_endless else loop.epoch if loop.by_epoch else drawn // before
+    drawn = iteration + ahead
+    epochs = 0 if is_endless else epoch if by_epoch else drawn // before
     done = drawn - epochs * before
     read = done * images_before
     is_pass_over = done == before and not is_endless
     batches = now if is_pass_over else read // images
     batches = batches if is_endless else min(batches, now)
     again = 0 if is_pass_over else max(read - batches * images, 0)
-    if loop.by_epoch:
-        loop.iter = epochs * now + batches
+    place = epochs * now + batches
+    if by_epoch:
+        loop.iter = place
     else:
-        loop.batches_ahead = epochs * now + batches - loop.iter
+        loop.batches_ahead = place - iteration
     is_in_order = isinstance(batches_of_run.batch_sampler, BatchSampler)
     others = (
         "none is left out" if is_in_order else "others may be left out, as batches do not follow their order"
     )
     runner.logger.warning(
         f"{path} comes from a run with {before} iterations per epoch, but this run has {now} (batches of "
-        f"{size_before} x {processes_before} processes, now {size} x {processes}). It goes on after {loop.epoch} "
-        f"epochs and {batches if loop.by_epoch else loop.iter} iterations. Of the {read} samples that "
+        f"{size_before} x {processes_before} processes, now {size} x {processes}). It goes on after {epoch} "
+        f"epochs and {batches if by_epoch else iteration} iterations. Of the {read} samples that "
         f"were read in this pass over the data, {again} are read again, and {others}"
     )
 

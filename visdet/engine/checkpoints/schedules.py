@@ -23,8 +23,8 @@ def schedule_states(schedules: Sequence[_ParamScheduler]) -> list[dict[str, Any]
     """
     states = []
     for schedule in schedules:
-        state = schedule.state_dict()
-        states.append({key: value for key, value in state.items() if not callable(value)})
+        state = schedule.state_dict().items()
+        states.append({key: value for key, value in state if not callable(value)})
     return states
 
 
@@ -44,16 +44,15 @@ def recipe_of(optimizer: Optimizer, schedules: Sequence[_ParamScheduler]) -> dic
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what the config has changed in a recipe, as text, such as ``lr 0.001 -> 0.0003, param_scheduler``."""
-    found = []
+    found: dict[str, None] = {}
     for old, new in zip(before["options"][_SINGLE], now["options"][_SINGLE], strict=False):
-        # A schedule may have changed an option already, and keeps the one of the config beside it.
-        for key in [key for key in new if f"initial_{key}" not in new]:
-            label = key.removeprefix("initial_")
-            if key in old and old[key] != new[key]:
-                found.append(f"{label} {old[key]} -> {new[key]}")
-    if any(before[part] != now[part] for part in ("schedules", "kinds")):
-        found.append("param_scheduler")
-    return listed(dict.fromkeys(found), 4)
+        for key, value in new.items():
+            # A schedule may have changed an option already, and keeps the one of the config beside it.
+            if f"initial_{key}" not in new and key in old and old[key] != value:
+                found[f"{key.removeprefix('initial_')} {old[key]} -> {value}"] = None
+    if before["schedules"] != now["schedules"] or before["kinds"] != now["kinds"]:
+        found["param_scheduler"] = None
+    return listed(found, 4)
 
 
 def load_schedules(schedules: Sequence[_ParamScheduler], saved: Any, is_trial: bool = False) -> None:
@@ -85,7 +84,7 @@ def continue_changed(
     for group, options in zip(groups, now["options"][_SINGLE], strict=True):
         parameters = group["params"]
         group.clear()
-        group.update({**options, "params": parameters})
+        group.update(options, params=parameters)
     if not any(getattr(schedule, "need_val_args", False) for schedule in schedules):
         _replay(schedules, *counts)
     elif saved and before["kinds"] == now["kinds"]:
@@ -104,14 +103,13 @@ def _replay(
     The rates are then those of a run that had these schedules from its start. This cannot be done for a schedule that
     follows a metric, such as ``ReduceOnPlateauLR``: beside one, the rates go on from those of the checkpoint.
     """
-    epochs_done = 0
+    ends = range(0, iterations + 1, epoch_length)[1 : epochs + 1] if epoch_length else ()
     with warnings.catch_warnings():  # mmengine would warn that the optimizer has made no update yet.
         warnings.simplefilter("ignore")
         for iteration in range(1, iterations + 1):
             _step(schedules, by_epoch=False)
-            if epoch_length and iteration % epoch_length == 0 and epochs_done < epochs:
+            if iteration in ends:
                 _step(schedules, by_epoch=True)
-                epochs_done += 1
 
 
 def _step(schedules: Sequence[_ParamScheduler], by_epoch: bool) -> None:

@@ -37,8 +37,9 @@ def thresholds_of(metrics: Iterable[Any]) -> dict[str, float]:
     found = {}
     for report in reports_of(metrics).values():
         for name, curve in report.to_dict()["classes"].items():
-            if curve["best_threshold"] is not None:
-                found[name] = float(curve["best_threshold"])
+            best = curve["best_threshold"]
+            if best is not None:
+                found[name] = float(best)
     return found
 
 
@@ -52,6 +53,6 @@ def measured_thresholds(content: Mapping[str, Any]) -> tuple[dict[str, float], s
 
 def told_thresholds(names: Iterable[str], thresholds: Iterable[float], origin: str) -> str:
     """Return a line on the thresholds that a command uses and where they come from."""
-    pairs = list(zip(names, thresholds, strict=True))
-    shown = ", ".join(f"{name} {value:.2f}" for name, value in pairs[:8]) + (", …" if len(pairs) > 8 else "")
+    pairs = [f"{name} {value:.2f}" for name, value in zip(names, thresholds, strict=True)]
+    shown = ", ".join(pairs if len(pairs) <= 8 else [*pairs[:8], "…"])
     return f"thresholds of scores ({origin})" + (shown and f": {shown}")

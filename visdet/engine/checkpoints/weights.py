@@ -20,6 +20,8 @@ from ..config.packaged import packaged_configs
 from ..errors import CheckpointError
 from .published import converted
 
+MODULE_PREFIX = ((r"^module\.", ""),)  # what a wrapper of a model puts before the names of its weights
+
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Return the state dict of a checkpoint.
@@ -68,9 +70,11 @@ def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -
 
 def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
     """Return the weights with other keys: each regular expression is replaced in all keys, in turn."""
-    weights: Any = state_dict
-    for pattern, replacement in revise_keys:
-        weights = OrderedDict((re.sub(pattern, replacement, key), value) for key, value in weights.items())
+    weights: Any = OrderedDict()
+    for key, value in state_dict.items():
+        for pattern, replacement in revise_keys:
+            key = re.sub(pattern, replacement, key)
+        weights[key] = value
     if hasattr(state_dict, "_metadata"):
         weights._metadata = state_dict._metadata
     return weights
@@ -93,7 +97,7 @@ def load_weights(
     state_dict: dict[str, Tensor],
     source: str,
     strict: bool = True,
-    revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    revise_keys: Sequence[tuple[str, str]] = MODULE_PREFIX,
     allow_nonfinite: bool = False,
     lists_all: bool = False,
 ) -> None:
@@ -133,10 +137,12 @@ def load_weights(
     missing = [key for key in missing if key not in unfit and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or unfit):
         return
-    others = {"missing": missing, "unexpected": unexpected}
-    others |= {
-        "of another shape": list(of_other_shape.values()),
-        "of another type": list(of_other_type.values()),
+    kind, total = type(model).__name__, len(expected)
+    others = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": of_other_shape.values(),
+        "of another type": of_other_type.values(),
     }
 
     def told(shown: int) -> str:
@@ -144,7 +150,7 @@ def load_weights(
             f"{len(keys)} {what} ({listed(keys, shown)})" for what, keys in others.items() if keys
         )
 
-    report = f"checkpoint {source} does not fit {type(model).__name__}: {told(4)}"
+    report = f"checkpoint {source} does not fit {kind}: {told(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
         if not none_fits:
@@ -153,9 +159,9 @@ def load_weights(
                 "them with `--cfg-options strict_load=False`"
             )
         raise CheckpointError(f"{report}.")
-    loaded = len(expected) - len(missing) - len(unfit)
-    report = f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}"
-    if 2 * loaded > len(expected):
+    loaded = total - len(missing) - len(unfit)
+    report = f"{loaded} of the {total} weights of {kind} are those of {source}"
+    if 2 * loaded > total:
         report += f". The others begin anew: {told(10)}"
     elif fitting := config_that_fits(state_dict):
         report += (
@@ -165,7 +171,7 @@ def load_weights(
         report += ", and the others begin anew.\nIt fits no config of the package: give that of its training"
     print_log(report, logger="current", level=logging.WARNING)
     if lists_all:
-        print_log(f"what does not fit: {told(len(expected) + len(weights))}", logger="current")
+        print_log(f"what does not fit: {told(total + len(weights))}", logger="current")
 
 
 def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
