@@ -68,37 +68,34 @@ def test_images_that_are_decoded_smaller_show_the_same(tmp_path, resize, suffix)
         assert result["img_shape"] == [(bottom - top, right - left)]
 
 
+def planar(record):
+    """Return all places and directions in the plane of a record."""
+    boxes, futures = record["gt_bboxes_3d"], (record["gt_ego_fut_trajs"], record["gt_agent_fut_trajs"])
+    return [boxes[:, :2], boxes[:, 7:], *futures, record["map_annos"][1][0], record["fut_boxes"][0][:, :2]]
+
+
 def test_bbox_rotation_turns_everything():
-    record = dataset(test_mode=True)[2]
-    before = dataset(test_mode=True)[2]
+    record, before = (dataset(test_mode=True)[2] for _ in range(2))
     angle = 0.7
-    after = T.BBoxRotation()(
-        record | {"aug_config": CONFIG | {"rotate_3d": angle}, "points": np.ones((3, 3), np.float32)}
-    )
+    record |= {"aug_config": CONFIG | {"rotate_3d": angle}, "points": np.ones((3, 3), np.float32)}
+    after = T.BBoxRotation()(record)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    for old, new in zip(planar(before), planar(after), strict=True):
+        np.testing.assert_allclose(new, old @ turn.T, atol=1e-5)
+    np.testing.assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)
     boxes, turned = before["gt_bboxes_3d"], after["gt_bboxes_3d"]
     assert len(boxes) > 3
-    np.testing.assert_allclose(turned[:, :2], boxes[:, :2] @ turn.T, atol=1e-9)
-    np.testing.assert_allclose(turned[:, 7:], boxes[:, 7:] @ turn.T, atol=1e-9)
     np.testing.assert_allclose(np.cos(turned[:, 6] - boxes[:, 6]), np.cos(angle), atol=1e-9)
     np.testing.assert_array_equal(turned[:, 2:6], boxes[:, 2:6])
-    for key in ("gt_ego_fut_trajs", "gt_agent_fut_trajs"):
-        np.testing.assert_allclose(after[key], before[key] @ turn.T, atol=1e-5)
-    np.testing.assert_allclose(after["map_annos"][1][0], before["map_annos"][1][0] @ turn.T, atol=1e-9)
-    np.testing.assert_allclose(
-        after["fut_boxes"][0][:, :2], before["fut_boxes"][0][:, :2] @ turn.T, atol=1e-9
-    )
-    np.testing.assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)
     # The same place in the images and in the world.
     ones = np.ones((len(boxes), 1))
-    for matrices in (
-        zip(before["lidar2img"], after["lidar2img"], strict=True),
-        [(before["lidar2global"], after["lidar2global"])],
+    for old, new in zip(
+        [*before["lidar2img"], before["lidar2global"]],
+        [*after["lidar2img"], after["lidar2global"]],
+        strict=True,
     ):
-        for old, new in matrices:
-            np.testing.assert_allclose(
-                np.hstack([turned[:, :3], ones]) @ new.T, np.hstack([boxes[:, :3], ones]) @ old.T, atol=1e-6
-            )
+        was, now = np.hstack([boxes[:, :3], ones]) @ old.T, np.hstack([turned[:, :3], ones]) @ new.T
+        np.testing.assert_allclose(now, was, atol=1e-6)
 
 
 def test_depth_maps_by_hand():

@@ -307,27 +307,23 @@ def test_a_config_is_a_reference(trained, pictures, tmp_path, takes_picture):
     torch.testing.assert_close(found["bboxes"], torch.as_tensor(expected.boxes))
 
 
+def write_text(text, path):
+    """Write a graph that is given in ONNX's own language, and return its file."""
+    onnx.save(onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 18]>' + text), path)
+    return path
+
+
 def one_box(graph_box, tmp_path):
     """Write a graph that finds a box in each picture, and return its file and a model that finds (10, 10, 50, 60)."""
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    constants = {"zero": 0.0, "box": [[graph_box]], "score": [[0.9]]}
-    nodes = [
-        helper.make_node("ReduceMin", ["images"], ["least"], keepdims=0),
-        helper.make_node("Mul", ["least", "zero"], ["nothing"]),
-        helper.make_node("Add", ["box", "nothing"], ["boxes"]),
-        helper.make_node("Add", ["score", "nothing"], ["scores"]),
-    ]
-    outputs = [
-        helper.make_tensor_value_info(name, kind, shape)
-        for name, shape in {"boxes": [1, 1, 4], "scores": [1, 1]}.items()
-    ]
-    values = [
-        onnx.numpy_helper.from_array(np.array(value, np.float32), name) for name, value in constants.items()
-    ]
-    given = [helper.make_tensor_value_info("images", kind, [1, 3, *SIZE])]
-    graph = helper.make_graph(nodes, "graph", given, outputs, values)
-    opset = helper.make_opsetid("", 18)
-    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "box.onnx")
+    text = """
+    graph (float[1, 3, 64, 96] images) => (float[1, 1, 4] boxes, float[1, 1] scores)
+    <float zero = {0.0}, float[1, 1, 4] box = {BOX}, float[1, 1] score = {0.9}> {
+        least = ReduceMin <keepdims = 0> (images)
+        nothing = Mul (least, zero)
+        boxes = Add (box, nothing)
+        scores = Add (score, nothing)
+    }"""
+    path = write_text(text.replace("BOX", graph_box), tmp_path / "box.onnx")
 
     def run(_):
         return {"boxes": torch.tensor([[[10.0, 10, 50, 60]]]), "scores": torch.tensor([[0.9]])}
@@ -336,7 +332,7 @@ def one_box(graph_box, tmp_path):
         label = torch.tensor([0])
         return [{"bboxes": outputs["boxes"][0], "scores": outputs["scores"][0], "labels": label}]
 
-    return tmp_path / "box.onnx", Reference(run, detections=detections)
+    return path, Reference(run, detections=detections)
 
 
 def test_a_fall_of_the_metric_is_an_error(pictures, tmp_path):
@@ -346,30 +342,26 @@ def test_a_fall_of_the_metric_is_an_error(pictures, tmp_path):
     content = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": "one"}]}
     (tmp_path / "boxes.json").write_text(json.dumps(content))
     given = {"0": pictures["0"]}, tmp_path / "boxes.json"
-    report = check_graph(*one_box([10, 10, 50, 60], tmp_path), *given, limit=1.0)
+    report = check_graph(*one_box("10, 10, 50, 60", tmp_path), *given, limit=1.0)
     assert report["metrics"]["graph"]["coco/bbox_mAP"] == pytest.approx(1)
     with pytest.raises(ExportError, match=r"mAP of the graph is 0\.0000, that of the model 1\.0000"):
-        check_graph(*one_box([10, 10, 20, 30], tmp_path), *given, limit=1.0)
+        check_graph(*one_box("10, 10, 20, 30", tmp_path), *given, limit=1.0)
 
 
 def test_a_graph_of_a_picture_as_it_is_decoded(pictures, tmp_path):
-    helper = onnx.helper
-    given = helper.make_tensor_value_info("picture", onnx.TensorProto.UINT8, ["height", "width", 3])
-    found = helper.make_tensor_value_info("mean", onnx.TensorProto.FLOAT, [])
-    nodes = [
-        helper.make_node("Cast", ["picture"], ["numbers"], to=onnx.TensorProto.FLOAT),
-        helper.make_node("ReduceMean", ["numbers"], ["mean"], keepdims=0),
-    ]
-    graph = helper.make_graph(nodes, "graph", [given], [found])
-    opset = helper.make_opsetid("", 18)
-    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "mean.onnx")
+    text = """
+    graph (uint8[height, width, 3] picture) => (float mean) {
+        numbers = Cast <to = 1> (picture)
+        mean = ReduceMean <keepdims = 0> (numbers)
+    }"""
+    path = write_text(text, tmp_path / "mean.onnx")
 
     def decoded(pictures, size):
         assert size is None
         return {"picture": torch.from_numpy(np.array(pictures[0]))}
 
     model = Reference(lambda inputs: {"mean": inputs["picture"].float().mean()}, decoded)
-    assert check_graph(tmp_path / "mean.onnx", model, pictures)["differences"]["inputs"] == 3
+    assert check_graph(path, model, pictures)["differences"]["inputs"] == 3
 
 
 def test_a_python_function_is_a_reference(tmp_path):

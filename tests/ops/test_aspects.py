@@ -92,13 +92,19 @@ COPIES = {
     "box_key_points",
     "deformable_aggregation_fused",
     "local_aggregate",
-    "ms_deform_attn_fused",
 }
 
 
-@pytest.mark.parametrize(("name", "number"), [one for one in SIZED if one[0] not in COPIES])
-def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number):
-    problem = problem_of(name, number, 5, "cpu")
+@pytest.mark.parametrize(
+    ("name", "number", "device"),
+    [(*one, "cpu") for one in SIZED if one[0] not in COPIES]
+    + [
+        pytest.param(f"{name}_fused", 0, "cuda", marks=pytest.mark.cuda)
+        for name in ("deformable_aggregation", "ms_deform_attn")
+    ],
+)
+def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number, device):
+    problem = problem_of(name, number, 5, device)
     with kept_for_backward() as kept:
         results(name, problem)
     given = {value.data_ptr() for value in problem.arguments.values() if isinstance(value, Tensor)}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import conv2d, pad
 
 from visdet.compat import mmcv_ext
 from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, bias_act, upfirdn2d
@@ -48,23 +49,15 @@ def test_fused_bias_leakyrelu(grad, device):
 @pytest.mark.parametrize(
     "up, down, padding", [((2, 1), (1, 2), (1, 2, 0, 1)), ((1, 3), (2, 1), (2, -1, -1, 3))]
 )
-def test_upfirdn2d_is_the_loop(up, down, padding, flip, device):
+def test_upfirdn2d_is_a_convolution(up, down, padding, flip, device):
     x = torch.randn(1, 2, 5, 6, dtype=torch.float64)
     taps = torch.randn(2, 3, dtype=torch.float64)
-    H, W = 5 * up[1] + padding[2] + padding[3], 6 * up[0] + padding[0] + padding[1]
-    spread = torch.zeros(1, 2, H, W, dtype=torch.float64)
-    for i in range(5):
-        for j in range(6):
-            y, c = i * up[1] + padding[2], j * up[0] + padding[0]
-            if 0 <= y < H and 0 <= c < W:
-                spread[:, :, y, c] = x[:, :, i, j]
-    rows = []
-    for y in range(0, H - 1, down[1]):
-        for c in range(0, W - 2, down[0]):
-            window = spread[:, :, y : y + 2, c : c + 3]
-            rows.append((window * (taps if flip else taps.flip(0, 1))).sum((2, 3)) * 1.5)
+    spread = x.new_zeros(2, 1, 5 * up[1], 6 * up[0])
+    spread[:, 0, :: up[1], :: up[0]] = x[0]
+    filters = (taps if flip else taps.flip(0, 1)) * 1.5
+    expected = conv2d(pad(spread, padding), filters[None, None])[None, :, 0, :: down[1], :: down[0]]
     given = upfirdn2d(x.to(device), taps.to(device), up, down, padding, flip, 1.5)
-    torch.testing.assert_close(given.cpu(), torch.stack(rows, 2).view_as(given))
+    torch.testing.assert_close(given.cpu(), expected)
 
 
 def test_a_filter_of_one_dimension_acts_along_both(device):
@@ -100,63 +93,33 @@ def test_filtered_lrelu_passes_its_signs_to_the_gradient(clamp, device):
     torch.testing.assert_close(given, torch.autograd.grad(expected, x, dy)[0])
 
 
-def pixel_queue(score, mask, embedding, label, contour, count, threshold):
-    """Return the labels by a queue of pixels."""
-    H, W = score.shape
-    means = {k: embedding[label == k].mean(0) for k in range(1, count)}
-    text = label.clone()
-    queue = [(y, x) for y in range(H) for x in range(W) if label[y, x] > 0 and contour[y, x]]
-    for y, x in queue:
-        for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-            v, u = y + dy, x + dx
-            is_free = 0 <= v < H and 0 <= u < W and mask[v, u] and text[v, u] == 0
-            if is_free and (means[int(text[y, x])] - embedding[v, u]).square().sum() < threshold**2:
-                text[v, u] = text[y, x]
-                queue.append((v, u))
-    return text
+def picture(rows):
+    return torch.tensor([[int(number) for number in row] for row in rows.split()], dtype=torch.int32)
 
 
-def test_pixel_group_is_a_queue(device):
-    generator = torch.Generator().manual_seed(0)
-    H, W = 14, 17
-    score, embedding = torch.rand(H, W, generator=generator), torch.rand(H, W, 2, generator=generator)
-    mask = torch.rand(H, W, generator=generator) < 0.8
-    label = torch.zeros(H, W, dtype=torch.int32)
-    label[2:4, 2:5], label[9:12, 10:13], label[3:5, 12:14] = 1, 2, 3
-    contour = (label > 0).to(torch.uint8)
-    contour[10, 11] = 0
-    text = pixel_queue(score, mask, embedding, label, contour, 4, 0.6)
-    given = (tensor.to(device) for tensor in (score, mask, embedding, label, contour))
-    groups = pixel_group(*given, 4, 0.6)
+def test_pixel_group_grows_from_contours_to_near_embeddings(device):
+    """The means of the kernels are 3, 5 and 4, and numbers less than 2 apart are near; the third has no contour."""
+    label = picture("1100022 1100022 0000000 0000000 3300000")
+    contour = picture("1100011 0100011 0000000 0000000 0000000")
+    mask = picture("1111111 1101111 1111111 1111110 1111111")
+    embedding = picture("2444455 2454455 1444647 4494444 4444413")[..., None].float()
+    text = picture("1111222 1102222 0111220 1101220 3311200")
+    score = torch.arange(35.0).view(5, 7)
+    given = [tensor.to(device) for tensor in (score, mask, embedding, label, contour)]
+    groups = pixel_group(*given, 4, 2.0)
     assert groups[0] == [0, 0]
     for k in range(1, 4):
         y, x = (text == k).nonzero(as_tuple=True)
         assert groups[k][1] == len(y) and groups[k][2::2] == x.tolist() and groups[k][3::2] == y.tolist()
         assert groups[k][0] == pytest.approx(float(score[text == k].mean()))
     with pytest.raises(ValueError, match="kernel_label must be below kernel_region_num 2, got 3"):
-        pixel_group(score, mask, embedding, label, contour, 2, 0.6)
+        pixel_group(*given, 2, 2.0)
 
 
-def test_contour_expand_is_a_queue_for_each_kernel(device):
-    generator = torch.Generator().manual_seed(1)
-    H, W = 13, 15
-    kernels = torch.rand(3, H, W, generator=generator)
-    label = torch.zeros(H, W, dtype=torch.int32)
-    label[3:5, 3:6], label[8:11, 9:12], label[0, 0] = 1, 2, 3
-    masks = torch.stack([(kernels[0] < 0.9), (kernels[1] < 0.7), label > 0]).to(torch.uint8)
-    text = torch.where(label == 3, 0, label)
-    queue = [(y, x) for y in range(H) for x in range(W) if text[y, x] > 0]
-    for kernel in (masks[1], masks[0]):
-        later = []
-        for y, x in queue:
-            is_edge = True
-            for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-                v, u = y + dy, x + dx
-                if 0 <= v < H and 0 <= u < W and kernel[v, u] and text[v, u] == 0:
-                    queue.append((v, u))
-                    text[v, u] = text[y, x]
-                    is_edge = False
-            if is_edge:
-                later.append((y, x))
-        queue = later
-    assert contour_expand(masks.to(device), label.to(device), 2, 3) == text.tolist()
+def test_contour_expand_grows_through_each_kernel_and_drops_small_labels(device):
+    label = picture("1000000 1000002 0000002 0003000").to(device)
+    larger = picture("1110111 1110011 0000001 0000001").to(device)
+    kernels = torch.stack([torch.ones_like(label), larger, (label > 0).int()])
+    expected = picture("1111222 1111222 1111222 1112222")
+    assert contour_expand(kernels, label, 2, 3) == expected.tolist()
+    assert contour_expand(kernels[::2], label, 2, 3)[2] == [1, 1, 1, 2, 2, 2, 2]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls import assert_matches, changed_calls, exact, kept_for_backward, relative_error
+from calls import assert_matches, changed_calls, exact, relative_error
 from path_cases import launches_of_fused_attention
 from torch import Tensor
 
@@ -220,7 +220,7 @@ OPERATORS = (
                     "value": rand(2, 16, 2, 4),
                     "level_shapes": [(3, 4), (2, 2)],
                     "level_starts": None,
-                    "reference_points": rand(2, n, 1, 4),
+                    "reference_points": rand(2, n, 2, 4),
                     "offsets": rand(2, n, 2, 4, 2),
                     "logits": rand(2, n, 2, 4),
                     "num_points": 2,
@@ -353,18 +353,6 @@ REJECTIONS = {
 
 
 REFUSED = changed_calls(ms_deform_attn_fused, rejection_case(), REJECTIONS.values())
-
-
-def test_saved_for_backward_is_the_inputs_and_nothing_else(device):
-    value, shapes, starts, *others, points = make_case(
-        *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device
-    )
-    with kept_for_backward() as saved:
-        ms_deform_attn_fused(
-            value.requires_grad_(), shapes, starts, *[tensor.requires_grad_() for tensor in others], points
-        )
-    inputs = {tensor.data_ptr() for tensor in (value, shapes, starts, *others)}
-    assert {tensor.data_ptr() for tensor in saved} == inputs
 
 
 @pytest.mark.cuda

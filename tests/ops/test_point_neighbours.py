@@ -233,24 +233,18 @@ def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return (torch.randint(0, 7, shape, generator=generator) / 4).to(device, dtype)
 
 
-def ball_loop(low, high, count, points, center):
-    found = []
-    for i, point in enumerate(points.double()):
-        d2 = (center.double() - point).square().sum().item()
-        if d2 == 0 or low**2 <= d2 < high**2:
-            found.append(i)
-    return (found + found[:1] * count)[:count] if found else [0] * count, len(found)
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("low", [0.0, 0.6])
-def test_ball_query_is_the_loop(dtype, low, device):
+def test_ball_query_takes_the_first_points_that_are_near(dtype, low, device):
     points, centers = cloud(2, 30, 3, dtype=dtype), cloud(2, 11, 3, seed=1, dtype=dtype)
     centers[0, 0] = 50
-    expected = [[ball_loop(low, 1.1, 5, p, c)[0] for c in cs] for p, cs in zip(points, centers, strict=True)]
+    squared = (centers.double()[:, :, None] - points.double()[:, None]).square().sum(3)
+    is_near = (squared == 0) | (squared >= low**2) & (squared < 1.1**2)
     index = ball_query(low, 1.1, 5, points.to(device), centers.to(device))
     assert index.dtype == torch.int32
-    assert index.tolist() == expected
+    for found, near in zip(index.flatten(0, 1).tolist(), is_near.flatten(0, 1), strict=True):
+        row = near.nonzero()[:, 0].tolist() or [0]
+        assert found == (row + row[:1] * 5)[:5]
 
 
 def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
@@ -278,24 +272,22 @@ def test_knn_is_a_stable_sort_of_distances(dtype, k, D, device):
     assert (index[:, :, few:] == 0).all() and squared[:, :, few:].isinf().all()
 
 
-def furthest_loop(points, count):
-    chosen = [0]
-    nearest = [1e10] * len(points)
+def furthest_loop(distances, count):
+    chosen, nearest = [0], distances[0]
     while len(chosen) < count:
-        for i, point in enumerate(points):
-            nearest[i] = min(nearest[i], float((point - points[chosen[-1]]).square().sum()))
-        chosen.append(max(range(len(points)), key=lambda i: (nearest[i], -i)))
-    return chosen[:count]
+        chosen.append(nearest.tolist().index(nearest.max()))
+        nearest = nearest.minimum(distances[chosen[-1]])
+    return chosen
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_furthest_point_sample_is_the_loop(dtype, device):
     points = cloud(3, 20, 3, dtype=dtype)
+    pairs = (points.double()[:, :, None] - points.double()[:, None]).square().sum(3)
     index = furthest_point_sample(points.to(device), 15)
     assert index.dtype == torch.int32
-    assert index.tolist() == [furthest_loop(p.double(), 15) for p in points]
-    pairs = (points.double()[:, :, None] - points.double()[:, None]).square().sum(3).to(device)
-    assert furthest_point_sample_with_dist(pairs, 15).tolist() == index.tolist()
+    assert index.tolist() == [furthest_loop(distances, 15) for distances in pairs]
+    assert furthest_point_sample_with_dist(pairs.to(device), 15).tolist() == index.tolist()
     # More samples than points repeat points.
     assert furthest_point_sample(points.to(device), 30).shape == (3, 30)
 
