@@ -13,6 +13,7 @@ from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
 from visdet.datasets.synthetic.driving_renderer import make_cameras
 from visdet.registry import TRANSFORMS
+from visdet.structures.poses import turn_about_z
 
 CONFIG = dict(resize=1.0, crop=(0, 0, 64, 32), flip=False, rotate=0.0, rotate_3d=0.0)
 
@@ -79,7 +80,7 @@ def test_bbox_rotation_turns_everything():
     angle = 0.7
     record |= {"aug_config": CONFIG | {"rotate_3d": angle}, "points": np.ones((3, 3), np.float32)}
     after = T.BBoxRotation()(record)
-    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    turn = turn_about_z(angle)
     for old, new in zip(planar(before), planar(after), strict=True):
         np.testing.assert_allclose(new, old @ turn.T, atol=1e-5)
     np.testing.assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)

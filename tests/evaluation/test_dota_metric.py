@@ -84,15 +84,13 @@ def plain_average_precision(samples, label, threshold, mode):
             taken.add((number, best))
     if not sum(num_true):
         return math.nan
-    points = [(sum(marks[: k + 1]) / sum(num_true), sum(marks[: k + 1]) / (k + 1)) for k in range(len(marks))]
+    right = np.cumsum(marks)
+    recall, precision = right / sum(num_true), right / np.arange(1, len(marks) + 1)
     if mode == "11points":
         levels = np.arange(0.0, 1.1, 0.1)
-        return sum(max([p for r, p in points if r >= level], default=0) for level in levels) / 11
-    area = previous = 0.0
-    for k, (recall, _) in enumerate(points):
-        area += (recall - previous) * max(p for _, p in points[k:])
-        previous = recall
-    return area
+        return np.mean([precision[recall >= level].max(initial=0) for level in levels])
+    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    return (np.diff(recall, prepend=0) * best_from_here).sum()
 
 
 @pytest.mark.parametrize("mode", ["11points", "area"])

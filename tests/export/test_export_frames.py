@@ -12,6 +12,7 @@ import visdet
 from visdet.engine.stages import StagedModel
 from visdet.export.families import family_of
 from visdet.registry import MODELS
+from visdet.structures.poses import turn_about_z
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "sparsedrive"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -27,10 +28,7 @@ def frames():
     """Yield the frames of two drives."""
     for index, time in enumerate(np.cumsum(STEPS)):
         pose = np.eye(4)
-        pose[:2, :2] = [
-            [np.cos(0.02 * index), -np.sin(0.02 * index)],
-            [np.sin(0.02 * index), np.cos(0.02 * index)],
-        ]
+        pose[:2, :2] = turn_about_z(0.02 * index)
         pose[1, 3] = 4 * time
         scenes = ["a", "b" if index < NEW_SCENE else "c"]
         yield motion_frame([1e9 + time] * 2, seed=index, poses=[pose] * 2, scenes=scenes)

@@ -48,17 +48,13 @@ def core(tmp_path_factory):
 
 def compiled(core, name):
     """Return a graph of one node, whose sizes are not known before it runs."""
-    inputs = OPERATORS[name](1, 1)
-    kinds = {torch.float32: onnx.TensorProto.FLOAT, torch.int64: onnx.TensorProto.INT64}
-    given = [
-        onnx.helper.make_tensor_value_info(key, kinds[x.dtype], [f"{key}{axis}" for axis in range(x.dim())])
-        for key, x in inputs.items()
-    ]
-    result = onnx.helper.make_tensor_value_info("result", onnx.TensorProto.FLOAT, ["B", "Q", "C"])
-    node = onnx.helper.make_node(name, list(inputs), ["result"], domain="visdet")
-    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("visdet", 1)]
-    graph = onnx.helper.make_graph([node], "graph", given, [result])
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    inputs, given = OPERATORS[name](1, 1), []
+    for key, x in inputs.items():
+        sizes = ", ".join(f"{key}{axis}" for axis in range(x.dim()))
+        given.append(f"{'float' if x.is_floating_point() else 'int64'}[{sizes}] {key}")
+    text = f"""<ir_version: 10, opset_import: ["": 20, "visdet": 1]>
+    graph ({", ".join(given)}) => (float[B, Q, C] result) {{ result = visdet.{name} ({", ".join(inputs)}) }}"""
+    model = onnx.parser.parse_model(text)
     return core.compile_model(
         core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.fuzz.problem import Draw, Operator, Problem, wide_of
 from tests.fuzz.sampling import is_unclear, sampled
@@ -248,23 +249,19 @@ def _correlation(
     B, _, H, W = input1.shape
     settings = dict(kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
     OH, OW = _window_counts((H, W), settings)
-    rows = []
-    for i, j, y, x in itertools.product(*map(range, (*patch_size, OH, OW))):
-        total = (input1[:, :, :0].sum() + input2[:, :, :0].sum()).expand(B)
-        for k, m in itertools.product(*map(range, kernel_size)):
-            one = (y * stride[0] - padding[0] + k * dilation[0], x * stride[1] - padding[1] + m * dilation[1])
-            other = [
-                place + distance * number - distance * (count - 1) // 2
-                for place, distance, number, count in zip(
-                    one, dilation_patch, (i, j), patch_size, strict=True
-                )
-            ]
-            if all(
-                0 <= place < side for pair in (one, other) for place, side in zip(pair, (H, W), strict=True)
-            ):
-                total = total + (input1[:, :, one[0], one[1]] * input2[:, :, other[0], other[1]]).sum(1)
-        rows.append(total)
-    return torch.stack(rows, 1).view(B, *patch_size, OH, OW)
+    nothing = 0 * (input1[:, :, :0].sum() + input2[:, :, :0].sum())
+    result = input1.new_zeros(B, *patch_size, OH, OW) + nothing
+    if result.numel() and input1.numel():
+        windows = F.unfold(input1, **settings)
+        for i, j in itertools.product(*map(range, patch_size)):
+            y, x = (
+                distance * number - distance * (count - 1) // 2
+                for distance, number, count in zip(dilation_patch, (i, j), patch_size, strict=True)
+            )
+            if abs(y) < H and abs(x) < W:
+                moved = F.unfold(F.pad(input2, (-x, x, -y, y)), **settings)
+                result[:, i, j] += (windows * moved).sum(1).view(B, OH, OW)
+    return result
 
 
 def _draw_shifts(draw: Draw) -> Problem:

@@ -113,8 +113,7 @@ def _add_annotations(tables, frames):
                 numbers[agent] = len(tables["instance"])
                 tables["instance"].append({"token": instance, "category_token": str(info["gt_names"][row])})
             x, y, z, length, width, height, yaw = info["gt_boxes"][row]
-            turn = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
-            pose = lidar @ pose_matrix((x, y, z), turn)
+            pose = lidar @ pose_matrix((x, y, z), Rotation.from_euler("z", yaw).as_matrix())
             record = {
                 "token": f"{instance}-{frame}",
                 "sample_token": info["token"],

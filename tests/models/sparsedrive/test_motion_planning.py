@@ -18,6 +18,7 @@ from visdet.models.sparsedrive.motion.motion_planning_head import (
     MotionPlanningHead,
 )
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
+from visdet.structures.poses import turn_about_z
 
 
 @pytest.mark.parametrize("variant", ["corrected", "no_rescore"])
@@ -112,7 +113,7 @@ def moving_frame(time, place, yaw=0.0):
     """Return a frame of ``queue_frame`` taken at ``place`` in the world, turned left by ``yaw``."""
     det, maps, metas = queue_frame([1, 2], time, 0)
     pose = np.eye(4)
-    pose[:2, :2] = [[math.cos(yaw), -math.sin(yaw)], [math.sin(yaw), math.cos(yaw)]]
+    pose[:2, :2] = turn_about_z(yaw)
     pose[:2, 3] = place
     metas["img_metas"][0].update(T_global=pose, T_global_inv=np.linalg.inv(pose))
     return det, maps, metas
