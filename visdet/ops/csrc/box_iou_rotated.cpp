@@ -16,7 +16,7 @@ constexpr int64_t kPairsOfThread = 4096;  // fewer do not repay a thread
 
 template <typename A, bool ROTATED>
 std::vector<Quadrilateral> quadrilaterals_of(const Tensor& boxes) {
-  const A* box = data_of<A>(boxes);
+  const A* box = data_of(boxes);
   std::vector<Quadrilateral> all;
   for (int64_t n = 0; n < boxes.size(0); ++n, box += boxes.size(1)) {
     all.push_back(ROTATED ? rotated_box(box) : quadrilateral(box));
@@ -42,7 +42,7 @@ Tensor box_iou_rotated(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t
   const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
   dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
     const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
-    write(boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, mutable_data_of<A>(overlaps));
+    write(boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, data_of(overlaps));
   });
   return overlaps;
 }

@@ -49,7 +49,7 @@ template <typename A>
 KeyPointsArrays<A> key_points_arrays(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,
                                      const Tensor& logits, double max_log_size) {
   KeyPointsArrays<A> a{problem.B * problem.Q, problem.D, problem.F, problem.M, static_cast<A>(max_log_size)};
-  a.anchors = data_of<A>(anchors), a.fixed = data_of<A>(fixed), a.logits = data_of<A>(logits);
+  a.anchors = data_of(anchors), a.fixed = data_of(fixed), a.logits = data_of(logits);
   return a;
 }
 

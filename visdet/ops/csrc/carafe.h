@@ -73,8 +73,8 @@ inline CarafeProblem check_carafe(const char* op, const Tensor& features, const 
 template <typename T, typename A>
 CarafeArrays<T, A> carafe_arrays(const CarafeProblem& p, const Tensor& features, const Tensor& masks) {
   CarafeArrays<T, A> a{p};
-  a.features = data_of<T>(features);
-  a.masks = data_of<T>(masks);
+  a.features = data_of(features);
+  a.masks = data_of(masks);
   return a;
 }
 
@@ -89,7 +89,7 @@ Tensor carafe_forward(const Tensor& features_in, const Tensor& masks_in, int64_t
   if (output.numel() == 0) return output;
   dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = carafe_arrays<T, A>(problem, features, masks);
-    a.output = mutable_data_of<T>(output);
+    a.output = data_of(output);
     carafe_upsample(device, a);
   });
   return output;
@@ -108,9 +108,9 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
   dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = carafe_arrays<T, A>(problem, features, masks);
-    a.grad_output = data_of<T>(grad_output);
-    a.grad_features = mutable_data_of<T>(grad_features);
-    a.grad_masks = mutable_data_of<T>(grad_masks);
+    a.grad_output = data_of(grad_output);
+    a.grad_features = data_of(grad_features);
+    a.grad_masks = data_of(grad_masks);
     carafe_gradients(device, a);
   });
   return {grad_features, grad_masks};

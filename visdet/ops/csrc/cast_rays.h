@@ -192,8 +192,8 @@ struct RayInputs {
 
   template <typename A>
   Rays<A> rays() const {
-    return {grid.size(1),   grid.size(2),     grid.size(3),        grid.size(4),       origins.size(1),
-            points.size(1), data_of<A>(grid), data_of<A>(origins), data_of<A>(points), data_of<int64_t>(times)};
+    return {grid.size(1),   grid.size(2),  grid.size(3),     grid.size(4),    origins.size(1),
+            points.size(1), data_of(grid), data_of(origins), data_of(points), data_of(times)};
   }
 };
 
@@ -209,9 +209,7 @@ std::tuple<Tensor, Tensor, Tensor> cast_rays(const Tensor& occupancy, const Tens
   const Tensor distances = new_empty(occupancy, {B, N}), exits = new_empty(occupancy, {B, N});
   const Tensor voxels = new_empty(occupancy, {B, N, 3}, ScalarType::Int);
   dispatch_sum_type(occupancy.scalar_type(), [&]<typename A>(A) {
-    device.each(B * N, kCostOfRay,
-                CastRays<A>{given.rays<A>(), mutable_data_of<A>(distances), mutable_data_of<A>(exits),
-                            mutable_data_of<int32_t>(voxels)});
+    device.each(B * N, kCostOfRay, CastRays<A>{given.rays<A>(), data_of(distances), data_of(exits), data_of(voxels)});
   });
   return {distances, exits, voxels};
 }
@@ -224,7 +222,7 @@ Tensor render_rays(const Tensor& density, const Tensor& origins, const Tensor& p
   const int64_t B = points.size(0), N = points.size(1);
   const Tensor output = new_empty(density, {B, N, 2});
   dispatch_sum_type(density.scalar_type(), [&]<typename A>(A) {
-    device.each(B * N, kCostOfRay, RenderRays<A>{given.rays<A>(), mutable_data_of<A>(output)});
+    device.each(B * N, kCostOfRay, RenderRays<A>{given.rays<A>(), data_of(output)});
   });
   return output;
 }
@@ -246,8 +244,7 @@ Tensor render_rays_backward(const Tensor& grad_output_in, const Tensor& density,
   const int64_t count = B * density.size(1);
 #endif
   dispatch_sum_type(density.scalar_type(), [&]<typename A>(A) {
-    device.each(count, kCostOfRay,
-                RayGradient<A>{given.rays<A>(), data_of<A>(grad_output), mutable_data_of<A>(grad_density)});
+    device.each(count, kCostOfRay, RayGradient<A>{given.rays<A>(), data_of(grad_output), data_of(grad_density)});
   });
   return grad_density;
 }

@@ -41,8 +41,8 @@ class Convolution {
     }
     a.per_group = p.C / p.groups, a.per_offset = p.C / p.G, a.per_output = p.M / p.groups;
     a.lines = ceil_of(a.per_offset, L), a.blocks = ceil_of(a.positions, kRows);
-    a.offset = data_of<T>(offset_);
-    a.mask = mask_ ? data_of<T>(*mask_) : nullptr;
+    a.offset = data_of(offset_);
+    a.mask = data_of(mask_);
     zeros_.assign(static_cast<size_t>(a.lines * L), A(0));
     a.zeros = zeros_.data();
     set_term_offsets();
@@ -57,7 +57,7 @@ class Convolution {
 
   void forward(const Tensor& weight, Tensor& output) {
     const Scratch<A> matrix = pack_weight<false>(weight);
-    a.weight = matrix.data(), a.output = mutable_data_of<T>(output);
+    a.weight = matrix.data(), a.output = data_of(output);
     const int64_t tile = this->tile(), parts = ceil_of(a.blocks, tile);
     const auto run = best_kernels<DeformConvKernels<T, A>>().forward_tile;
     parallel_for(0, B_ * parts, 1, [&](int64_t begin, int64_t end) {
@@ -82,11 +82,11 @@ class Convolution {
     const Scratch<DeformSample<A>> samples(chunk * a.block_samples());
     const int64_t pixels = grad_input ? B_ * a.H * a.W * a.pixel() : 0;
     const Scratch<A> grad_images(pixels);
-    a.transposed = matrix.data(), a.grad_output = data_of<T>(grad_output), a.samples = samples.data();
+    a.transposed = matrix.data(), a.grad_output = data_of(grad_output), a.samples = samples.data();
     a.grad_columns = needs_grads ? grad_columns.data() : nullptr;
     a.columns = needs_columns ? columns.data() : nullptr, a.grad_products = products.data();
-    a.grad_offset = grad_offset ? mutable_data_of<T>(*grad_offset) : nullptr;
-    a.grad_mask = grad_mask ? mutable_data_of<T>(*grad_mask) : nullptr;
+    a.grad_offset = data_of(grad_offset);
+    a.grad_mask = data_of(grad_mask);
     if (needs_columns) set_lines();
     const int64_t weights = needs_columns ? a.groups * a.pairs * a.tiles() * kTile<A> : 0;
     const Scratch<A> sums(weights);
@@ -101,11 +101,11 @@ class Convolution {
       if (grad_weight) add_to_sums();
     }
     if (grad_input) {
-      a.grad_input = mutable_data_of<T>(*grad_input);
+      a.grad_input = data_of(*grad_input);
       const auto run = best_kernels<DeformConvKernels<T, A>>().copy_grad_image;
       for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, b, first, last); });
     }
-    if (grad_weight) unpack_grad_weight(mutable_data_of<T>(*grad_weight));
+    if (grad_weight) unpack_grad_weight(data_of(*grad_weight));
   }
 
  private:
@@ -126,11 +126,11 @@ class Convolution {
   void set_images(const Tensor& input) {
     if (std::is_same<T, A>::value && !a.is_padded() && is_channels_last(input)) {
       input_ = input;
-      a.images = data_of<A>(*input_);
+      a.images = data_of(*input_);
       return;
     }
     input_ = dense(input);
-    a.input = data_of<T>(*input_);
+    a.input = data_of(*input_);
     copy_.emplace(B_ * a.H * a.W * a.pixel());
     const auto run = best_kernels<DeformConvKernels<T, A>>().copy_image;
     for_pixels(B_, a.H * a.W, [&](int64_t b, int64_t first, int64_t last) { run(a, copy_->data(), b, first, last); });
@@ -142,7 +142,7 @@ class Convolution {
   template <bool TRANSPOSED>
   Scratch<A> pack_weight(const Tensor& weight) const {
     const Tensor from = dense(weight);
-    const T* kernels = data_of<T>(from);
+    const T* kernels = data_of(from);
     const int64_t terms = a.terms(), columns = TRANSPOSED ? terms : a.per_output,
                   rows = TRANSPOSED ? a.per_output : terms, panels = ceil_of(columns, P);
     Scratch<A> matrix(a.groups * panels * rows * P);

@@ -29,8 +29,7 @@ struct SpreadToMaps {
 template <typename A>
 void spread(const OnCpu& device, const Arrays<A>& a, const Tensor&, Tensor& grad_input, bool) {
   const int64_t parts = a.parts(kTogether);
-  device.each(a.B * parts, 64 * kTogether * a.N * a.bins(),
-              SpreadToMaps<A>{{a, {mutable_data_of<A>(grad_input)}}, parts});
+  device.each(a.B * parts, 64 * kTogether * a.N * a.bins(), SpreadToMaps<A>{{a, {data_of(grad_input)}}, parts});
 }
 
 }  // namespace visdet::deform_roi_pool

@@ -171,7 +171,7 @@ inline RoIAlignProblem check(const char* op, const Tensor& input, const Tensor& 
 template <typename A>
 Arrays<A> arrays_of(const RoIAlignProblem& p, double gamma, const Tensor& input, const Tensor& rois,
                     const Tensor& offset) {
-  return {p, bounds_of<A>(p), static_cast<A>(gamma), data_of<A>(input), data_of<A>(rois), data_of<A>(offset), nullptr};
+  return {p, bounds_of<A>(p), static_cast<A>(gamma), data_of(input), data_of(rois), data_of(offset), nullptr};
 }
 
 template <typename Device>
@@ -185,7 +185,7 @@ Tensor forward(const Tensor& input_in, const Tensor& rois_in, const Tensor& offs
   if (input.numel() == 0) return zero_(output);
   dispatch_sum_type(input.scalar_type(), [&]<typename A>(A) {
     const auto a = arrays_of<A>(p, gamma, input, rois, offset);
-    device.each(p.N * a.parts(kTogether) * a.bins(), 64 * kTogether, Average<A>{a, mutable_data_of<A>(output)});
+    device.each(p.N * a.parts(kTogether) * a.bins(), 64 * kTogether, Average<A>{a, data_of(output)});
   });
   return output;
 }
@@ -207,12 +207,12 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   if (grad_output.numel() == 0 || input.numel() == 0) return {grad_input, zero_(grad_offset)};
   dispatch_sum_type(input.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(p, gamma, input, rois, offset);
-    a.grad_output = data_of<A>(grad_output);
+    a.grad_output = data_of(grad_output);
     if (needs_input) spread(device, a, grad_output, grad_input, deterministic);
     if (!needs_offset) return;
     const int64_t slices = a.parts(kSlice);
     const Tensor slopes = new_empty(input, {slices, p.N, 2, PH, PW});
-    device.each(p.N * slices * a.bins(), 64 * kSlice, Slope<A>{a, mutable_data_of<A>(slopes)});
+    device.each(p.N * slices * a.bins(), 64 * kSlice, Slope<A>{a, data_of(slopes)});
     grad_offset = sum_of_slices(slopes);
   });
   return {grad_input, grad_offset};

@@ -20,12 +20,12 @@ DeformableAggregationArrays<T, TW, A> arrays_of(const DeformableAggregationProbl
   DeformableAggregationArrays<T, TW, A> a{};
   a.B = problem.B, a.S = problem.S, a.C = problem.C, a.V = problem.V, a.L = problem.L;
   a.Q = problem.Q, a.P = problem.P, a.G = problem.G, a.D = problem.D;
-  a.level_shapes = data_of<int64_t>(level_shapes);
-  a.level_starts = data_of<int64_t>(level_starts);
-  a.features = data_of<T>(features), a.feature_row = features.stride(1);
-  if (depths) a.has_depths = true, a.depths = data_of<T>(*depths), a.depth_row = depths->stride(1);
-  a.locations = data_of<A>(locations);
-  a.weights = data_of<TW>(weights);
+  a.level_shapes = data_of(level_shapes);
+  a.level_starts = data_of(level_starts);
+  a.features = data_of(features), a.feature_row = features.stride(1);
+  if (depths) a.has_depths = true, a.depths = data_of(*depths), a.depth_row = depths->stride(1);
+  a.locations = data_of(locations);
+  a.weights = data_of(weights);
   return a;
 }
 
@@ -65,12 +65,12 @@ Tensor aggregate(const Tensor& features_in, const Tensor* depths_in, const Tenso
                level_shapes = dense(level_shapes_in), level_starts = dense(level_starts_in),
                locations = dense(locations_in), weights = dense(weights_in);
   const Tensor* depths = depths_in ? &depth_rows : nullptr;
-  check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
+  check_camera_levels(problem, data_of(level_shapes), data_of(level_starts));
   Tensor output = new_empty(features_in, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
   dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
     auto a = arrays_of<T, TW, A>(problem, features, depths, level_shapes, level_starts, locations, weights);
-    a.output = mutable_data_of<T>(output);
+    a.output = data_of(output);
     const auto run = best_kernels<DeformableAggregationKernels<T, TW>>().forward_row;
     torch::stable::parallel_for(0, problem.B * problem.Q, kRowGrain, [&](int64_t begin, int64_t end) {
       Scratch<A> acc(problem.C);
@@ -90,22 +90,22 @@ std::array<Tensor, 4> gradients(const Tensor& grad_output_in, const Tensor& feat
                depth_rows = depths_in ? rows_of(*depths_in) : features, level_shapes = dense(level_shapes_in),
                level_starts = dense(level_starts_in), locations = dense(locations_in), weights = dense(weights_in);
   const Tensor* depths = depths_in ? &depth_rows : nullptr;
-  check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
+  check_camera_levels(problem, data_of(level_shapes), data_of(level_starts));
   Tensor grad_locations = new_like(locations), grad_weights = new_like(weights);
   zero_(grad_locations), zero_(grad_weights);
-  const CameraRows rows(problem, data_of<int64_t>(level_shapes));
+  const CameraRows rows(problem, data_of(level_shapes));
   const bool is_rounded = accumulate_dtype(features.scalar_type()) != features.scalar_type();
   Tensor grad_features = new_like(features), grad_depths = depths ? new_like(*depths) : grad_features;
   if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features), zero_(grad_depths);
   if (problem.C > 0) {
     dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
       auto a = arrays_of<T, TW, A>(problem, features, depths, level_shapes, level_starts, locations, weights);
-      a.grad_output = data_of<T>(grad_output);
+      a.grad_output = data_of(grad_output);
       a.grad_starts = is_rounded ? rows.starts.data() : a.level_starts;
-      a.grad_locations = mutable_data_of<A>(grad_locations);
-      a.grad_weights = mutable_data_of<TW>(grad_weights);
+      a.grad_locations = data_of(grad_locations);
+      a.grad_weights = data_of(grad_weights);
       const auto& kernels = best_kernels<DeformableAggregationKernels<T, TW>>();
-      T *to = mutable_data_of<T>(grad_features), *to_depths = mutable_data_of<T>(grad_depths);
+      T *to = data_of(grad_features), *to_depths = data_of(grad_depths);
       torch::stable::parallel_for(0, problem.B * problem.V, 1, [&](int64_t begin, int64_t end) {
         Scratch<A> g_row(problem.C);
         const Scratch<A> camera_sums(is_rounded ? rows.most * (problem.C + problem.D) : 0);

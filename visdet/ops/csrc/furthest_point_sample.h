@@ -51,7 +51,7 @@ inline Tensor check_furthest_point_sample(const Tensor& points, int64_t num_poin
 
 template <typename A>
 FurthestArrays<A> furthest_arrays(const Tensor& points, const Tensor& samples, bool is_table) {
-  return {points.size(1), samples.size(1), is_table, data_of<A>(points), mutable_data_of<int32_t>(samples)};
+  return {points.size(1), samples.size(1), is_table, data_of(points), data_of(samples)};
 }
 
 }  // namespace visdet

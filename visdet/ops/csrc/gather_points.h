@@ -223,7 +223,7 @@ struct GatherInputs {
 #if !defined(__CUDACC__)
     if (zeros_outside) return;
     dispatch_index_type(indices, [&]<typename I>(I) {
-      const I *index = data_of<I>(indices), *end = index + indices.numel();
+      const I *index = data_of(indices), *end = index + indices.numel();
       const auto is_outside = [N = N](I n) { return n < 0 || n >= N; };
       int outside = 0;  // A sum is found faster than the first one.
       for (const I* at = index; at < end; ++at) outside |= is_outside(*at);
@@ -240,8 +240,8 @@ struct GatherInputs {
       dispatch_index_type(indices, [&]<typename I>(I) {
         const auto call = [&]<int kTerms>(std::integral_constant<int, kTerms>) {
           f(GatherArrays<A, I, kTerms>{B, C, N, M, is_shared ? 0 : tensor.stride(0), tensor.stride(1),
-                                       tensor.stride(is_shared ? 0 : 2), zeros_outside, data_of<I>(indices),
-                                       data_of<A>(weight)});
+                                       tensor.stride(is_shared ? 0 : 2), zeros_outside, data_of(indices),
+                                       data_of(weight)});
         };
         if (K == 1) return call(std::integral_constant<int, 1>{});
         call(std::integral_constant<int, 3>{});
@@ -258,7 +258,7 @@ Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor
   const Tensor output = new_empty(features, {given.B, given.C, given.M});
   given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
     device.each(arrays.parts(), 2 * K * kChannels<K> * std::min(given.M, kPoints) + 1,
-                Gather<A, I, K>{arrays, data_of<A>(features), mutable_data_of<A>(output)});
+                Gather<A, I, K>{arrays, data_of(features), data_of(output)});
   });
   return output;
 }
@@ -284,13 +284,12 @@ std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, 
           features.dim() == 2 ? (given.C + kSharedChannels - 1) / kSharedChannels : given.B * given.C;
 #endif
       device.each(count, 2 * grad_output.numel() / count * K,
-                  SpreadGradient<A, I, K>{arrays, data_of<A>(grad_output), mutable_data_of<A>(grad_features)});
+                  SpreadGradient<A, I, K>{arrays, data_of(grad_output), data_of(grad_features)});
     });
   }
   given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
     device.each(grad_weight.numel(), 2 * given.C + 1,
-                WeightGradient<A, I, K>{arrays, data_of<A>(grad_output), data_of<A>(features),
-                                        mutable_data_of<A>(grad_weight)});
+                WeightGradient<A, I, K>{arrays, data_of(grad_output), data_of(features), data_of(grad_weight)});
   });
   return {grad_features, grad_weight};
 }
@@ -309,8 +308,8 @@ Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const T
   const Tensor result = new_empty(indices, {indices.size(0), indices.size(1)}, ScalarType::Long);
   dispatch_index_type(indices, [&]<typename I>(I) {
     device.each(result.numel(), 8 + sizes.size(0),
-                StackedIndex<I>{indices.size(1), sizes.size(0), data_of<I>(indices), data_of<int32_t>(sizes),
-                                data_of<int32_t>(groups), mutable_data_of<int64_t>(result)});
+                StackedIndex<I>{indices.size(1), sizes.size(0), data_of(indices), data_of(sizes), data_of(groups),
+                                data_of(result)});
   });
   return result;
 }

@@ -35,27 +35,27 @@ Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
 template <typename A>
 GaussianArrays<A> arrays_of(const GaussianTensors& tensors) {
   GaussianArrays<A> a{tensors.problem};
-  a.points = data_of<A>(tensors.points);
-  a.means = data_of<A>(tensors.means);
-  a.cholesky = data_of<A>(tensors.cholesky);
+  a.points = data_of(tensors.points);
+  a.means = data_of(tensors.means);
+  a.cholesky = data_of(tensors.cholesky);
   return a;
 }
 
 // Adds what a backward reads and writes.
 template <typename A>
 void add_gradients(GaussianArrays<A>& a, GaussianGradients& gradients) {
-  a.grad_output = data_of<A>(gradients.grad_output);
-  a.grad_points = mutable_data_of<A>(gradients.points);
-  a.grad_means = mutable_data_of<A>(gradients.means);
-  a.grad_cholesky = mutable_data_of<A>(gradients.cholesky);
+  a.grad_output = data_of(gradients.grad_output);
+  a.grad_points = data_of(gradients.points);
+  a.grad_means = data_of(gradients.means);
+  a.grad_cholesky = data_of(gradients.cholesky);
 }
 
 // The arguments that both directions of the field have.
 template <typename A>
 GaussianArrays<A> field_arrays(const FieldTensors& tensors) {
   auto a = arrays_of<A>(tensors);
-  a.weights = data_of<A>(tensors.weights);
-  if (tensors.gaussian_order.numel() > 0) a.gaussian_order = data_of<int64_t>(tensors.gaussian_order);
+  a.weights = data_of(tensors.weights);
+  if (tensors.gaussian_order.numel() > 0) a.gaussian_order = data_of(tensors.gaussian_order);
   a.cutoff = tensors.tolerance > 0 && a.N > 0 ? static_cast<A>(tensors.tolerance / static_cast<double>(a.N)) : A(0);
   return a;
 }
@@ -82,7 +82,7 @@ void for_blocks(const GaussianArrays<A>& a, const F& run) {
 static void compute_distances(const OnCpu& device, const GaussianTensors& tensors, Tensor& output) {
   dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(tensors);
-    a.output = mutable_data_of<A>(output);
+    a.output = data_of(output);
     const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().distances_of_point);
   });
@@ -102,7 +102,7 @@ static void compute_distance_gradients(const OnCpu& device, const GaussianTensor
 static void compute_field(const OnCpu& device, const FieldTensors& tensors, Tensor& output) {
   dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(tensors);
-    a.output = mutable_data_of<A>(output);
+    a.output = data_of(output);
     const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_of_point);
   });
@@ -112,7 +112,7 @@ static void compute_field_gradients(const OnCpu& device, const FieldTensors& ten
   dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(tensors);
     add_gradients(a, gradients);
-    a.grad_weights = mutable_data_of<A>(gradients.weights);
+    a.grad_weights = data_of(gradients.weights);
     const auto blocks = prepare(device.op, a);
     for_points(a, best_kernels<GaussianKernels<A>>().field_grad_of_point);
     for_blocks(a, best_kernels<GaussianKernels<A>>().field_grad_of_block);

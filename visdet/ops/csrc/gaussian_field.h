@@ -77,7 +77,7 @@ inline void check_order(const char* op, const char* name, const Tensor& order, i
   check_int64(op, name, order);
   check_device(op, name, order, "points", points);
   if (!order.is_cpu()) return;
-  const auto* first = data_of<int64_t>(order);
+  const int64_t* first = data_of(order);
   std::vector<bool> is_named(static_cast<size_t>(order.size(0)));
   for (int64_t i = 0; i < order.size(0); ++i) {
     const int64_t n = first[i];

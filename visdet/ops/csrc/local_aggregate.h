@@ -147,10 +147,10 @@ Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor&
   const Device device(op, points);
   const Tensor result = grad_output_in ? new_empty(points, {kSlices, G, columns}) : new_empty(points, {N, C + 1});
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    const BoxGroups<A> of_points{N, data_of<A>(point_boxes)};
-    const BoxGroups<A> of_gaussians{G, data_of<A>(boxes)};
-    const A *point = data_of<A>(points), *gaussian = data_of<A>(gaussians), *grad = data_of<A>(grad_output);
-    A* to = mutable_data_of<A>(result);
+    const BoxGroups<A> of_points{N, data_of(point_boxes)};
+    const BoxGroups<A> of_gaussians{G, data_of(boxes)};
+    const A *point = data_of(points), *gaussian = data_of(gaussians), *grad = data_of(grad_output);
+    A* to = data_of(result);
     if (grad_output_in) {
       const Aggregate<A, true> compute{C, superquadrics, point, gaussian, grad, of_gaussians, of_points, to};
       return device.each(kSlices * G, N / kGroup + 1, compute);

@@ -12,8 +12,8 @@ namespace {
 Geometry geometry_of(const MsDeformAttnProblem& problem, const Tensor& level_shapes, const Tensor& level_starts,
                      const int64_t* num_points) {
   const Tensor shapes = dense(level_shapes), starts = dense(level_starts);
-  check_levels(problem, data_of<int64_t>(shapes), data_of<int64_t>(starts));
-  return {problem, data_of<int64_t>(shapes), data_of<int64_t>(starts), num_points};
+  check_levels(problem, data_of(shapes), data_of(starts));
+  return {problem, data_of(shapes), data_of(starts), num_points};
 }
 
 // fill(arrays) adds the samples.
@@ -23,9 +23,9 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
   if (output.numel() == 0) return output;
   if (problem.K == 0) return zero_(output);
   dispatch_value_type(value.scalar_type(), [&]<typename T, typename A>(T, A) {
-    auto a = arrays_of<T, A>(problem, geometry, data_of<T>(value));
+    auto a = arrays_of<T, A>(problem, geometry, data_of(value));
     fill(a);
-    a.output = mutable_data_of<T>(output);
+    a.output = data_of(output);
     run_forward(problem, Copies(problem, geometry, torch::stable::get_num_threads()), a,
                 [](auto... of_loop) { torch::stable::parallel_for(of_loop...); });
   });
@@ -38,10 +38,10 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
               const Tensor& value_in, Tensor& grad_value, const Fill& fill) {
   const Tensor value = dense(value_in);
   dispatch_value_type(value.scalar_type(), [&]<typename T, typename A>(T, A) {
-    auto a = arrays_of<T, A>(problem, geometry, data_of<T>(value));
+    auto a = arrays_of<T, A>(problem, geometry, data_of(value));
     fill(a);
-    a.grad_output = data_of<T>(grad_output);
-    a.grad_value = mutable_data_of<T>(grad_value);
+    a.grad_output = data_of(grad_output);
+    a.grad_value = data_of(grad_value);
     a.gathered = !std::is_same<T, A>::value || pays_to_gather(problem);
     if (!a.gathered) zero_(grad_value);
     const auto run = best_kernels<MsDeformAttnBackward<T, A>>().head;
@@ -60,9 +60,8 @@ Tensor ms_deform_attn(const Tensor& value_in, const Tensor& level_shapes, const 
   const Tensor value = dense(value_in), locations = dense(locations_in), weights = dense(weights_in);
   const Geometry geometry = geometry_of(problem, level_shapes, level_starts, nullptr);
   return forward(problem, geometry, value, [&](auto& a) {
-    using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.locations = data_of<A>(locations);
-    a.weights = data_of<A>(weights);
+    a.locations = data_of(locations);
+    a.weights = data_of(weights);
   });
 }
 
@@ -80,11 +79,10 @@ std::tuple<Tensor, Tensor, Tensor> ms_deform_attn_backward(const Tensor& grad_ou
     return {grad_value, grad_locations, grad_weights};
   }
   backward(problem, geometry, grad_output, value_in, grad_value, [&](auto& a) {
-    using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.locations = data_of<A>(locations);
-    a.weights = data_of<A>(weights);
-    a.grad_locations = mutable_data_of<A>(grad_locations);
-    a.grad_weights = mutable_data_of<A>(grad_weights);
+    a.locations = data_of(locations);
+    a.weights = data_of(weights);
+    a.grad_locations = data_of(grad_locations);
+    a.grad_weights = data_of(grad_weights);
   });
   return {grad_value, grad_locations, grad_weights};
 }
@@ -117,7 +115,7 @@ struct FusedInputs {
   template <typename Arrays>
   void fill(Arrays& a) const {
     using A = std::remove_pointer_t<decltype(a.grad_weights)>;
-    a.reference_points = data_of<A>(reference);
+    a.reference_points = data_of(reference);
     a.boxes = reference.size(3) == 4;
     a.in_sum_type = offsets.scalar_type() == reference.scalar_type();
     a.offsets = offsets.const_data_ptr(), a.logits = logits.const_data_ptr();
@@ -154,10 +152,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ms_deform_attn_fused_backward(
     zero_(grad_value), zero_(grad_offsets), zero_(grad_logits), zero_(parts);
   } else {
     backward(problem, geometry, grad_output, value_in, grad_value, [&](auto& a) {
-      using A = std::remove_pointer_t<decltype(a.grad_weights)>;
       inputs.fill(a);
       a.grad_offsets = grad_offsets.mutable_data_ptr(), a.grad_logits = grad_logits.mutable_data_ptr();
-      a.grad_reference = needs_reference ? mutable_data_of<A>(parts) : nullptr;
+      a.grad_reference = data_of(needs_reference ? &parts : nullptr);
     });
   }
   const int64_t heads[] = {1};

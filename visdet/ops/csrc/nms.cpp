@@ -162,13 +162,13 @@ Tensor nms(const Tensor& boxes_in, const Tensor& scores_in, const std::optional<
   const Tensor boxes = dense(boxes_in), scores = dense(scores_in);
   const Tensor classes = classes_in ? dense(*classes_in) : scores, chosen = dense(is_candidate_in.value_or(scores));
   const int64_t N = boxes.size(0), D = boxes.size(1);
-  const bool* is_candidate = is_candidate_in ? data_of<bool>(chosen) : nullptr;
+  const bool* is_candidate = data_of(is_candidate_in ? &chosen : nullptr);
   std::vector<int32_t> kept;
   dispatch_sum_type(boxes.scalar_type(), [&]<typename A>(A) {
-    const Order order = order_boxes(data_of<A>(scores), classes_in ? data_of<int64_t>(classes) : nullptr, N);
+    const Order order = order_boxes<A>(data_of(scores), data_of(classes_in ? &classes : nullptr), N);
     const std::vector<int32_t>& ranks = order.of_ranks.members;
     const std::vector<int64_t>& starts = order.of_ranks.starts;
-    const A* box = data_of<A>(boxes);
+    const A* box = data_of(boxes);
     std::vector<A> areas(D == 4 ? N : 0);
     if (D == 4) best_kernels<NmsKernels<A>>().write_areas(box, N, areas.data());
     std::vector<char> is_kept(N);  // by rank

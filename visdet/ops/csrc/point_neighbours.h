@@ -83,24 +83,15 @@ inline std::tuple<Tensor, Tensor> check_knn(const Tensor& points, const Tensor& 
 template <typename A>
 BallArrays<A> ball_arrays(const Tensor& points, const Tensor& centers, double low, double high, bool is_stacked,
                           const Tensor& index) {
-  return {points.size(0),       points.size(1),
-          centers.size(1),      index.size(2),
-          is_stacked,           static_cast<A>(low),
-          static_cast<A>(high), data_of<A>(points),
-          data_of<A>(centers),  mutable_data_of<int32_t>(index)};
+  return {points.size(0),      points.size(1),       centers.size(1), index.size(2),    is_stacked,
+          static_cast<A>(low), static_cast<A>(high), data_of(points), data_of(centers), data_of(index)};
 }
 
 template <typename A>
 NearestArrays<A> nearest_arrays(const Tensor& points, const Tensor& centers, const Tensor& index,
                                 const Tensor& distances) {
-  return {points.size(0),
-          points.size(1),
-          centers.size(1),
-          index.size(2),
-          data_of<A>(points),
-          data_of<A>(centers),
-          mutable_data_of<int32_t>(index),
-          mutable_data_of<A>(distances)};
+  return {points.size(0),  points.size(1),   centers.size(1), index.size(2),
+          data_of(points), data_of(centers), data_of(index),  data_of(distances)};
 }
 
 }  // namespace visdet

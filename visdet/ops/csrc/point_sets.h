@@ -182,7 +182,7 @@ Tensor min_area_polygons(const Tensor& pointsets_in) {
   const Tensor pointsets = dense(pointsets_in), polygons = new_empty(pointsets, {pointsets.size(0), 8});
   if (polygons.numel() == 0) return polygons;
   dispatch_sum_type(pointsets.scalar_type(), [&]<typename A>(A) {
-    device.each(polygons.size(0), 2000, SmallestBoxes<A>{data_of<A>(pointsets), mutable_data_of<A>(polygons)});
+    device.each(polygons.size(0), 2000, SmallestBoxes<A>{data_of(pointsets), data_of(polygons)});
   });
   return polygons;
 }
@@ -197,10 +197,10 @@ Tensor convex_iou(const Tensor& pointsets_in, const Tensor& polygons_in) {
   const Tensor ious = new_empty(pointsets, {N, K});
   if (ious.numel() == 0) return ious;
   const Tensor scratch = new_empty(pointsets, {N, sizeof(Polygon<9>) / sizeof(double)}, ScalarType::Double);
-  Polygon<9>* hulls = mutable_data_of<Polygon<9>>(scratch);
+  Polygon<9>* hulls = data_of(scratch);
   dispatch_sum_type(pointsets.scalar_type(), [&]<typename A>(A) {
-    device.each(N, 1500, HullsOfSets<A>{data_of<A>(pointsets), hulls});
-    device.each(N * K, 100, HullOverlaps<A>{hulls, data_of<A>(polygons), K, mutable_data_of<A>(ious)});
+    device.each(N, 1500, HullsOfSets<A>{data_of(pointsets), hulls});
+    device.each(N * K, 100, HullOverlaps<A>{hulls, data_of(polygons), K, data_of(ious)});
   });
   return ious;
 }
@@ -216,8 +216,7 @@ std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const Tensor&
   if (N == 0) return {gious, gradients};
   dispatch_sum_type(pointsets.scalar_type(), [&]<typename A>(A) {
     device.each(N, 30000,
-                GeneralisedOverlaps<A>{data_of<A>(pointsets), data_of<A>(polygons), mutable_data_of<A>(gious),
-                                       mutable_data_of<A>(gradients)});
+                GeneralisedOverlaps<A>{data_of(pointsets), data_of(polygons), data_of(gious), data_of(gradients)});
   });
   return {gious, gradients};
 }
@@ -233,8 +232,7 @@ Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
   const int64_t B = points.size(0), N = points.size(1), M = others.size(1);
   const Tensor index = new_empty(points, {B, N}, ScalarType::Int);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    device.each(B * N, 8 * M + 1,
-                NearestPoint<A>{N, M, data_of<A>(points), data_of<A>(others), mutable_data_of<int32_t>(index)});
+    device.each(B * N, 8 * M + 1, NearestPoint<A>{N, M, data_of(points), data_of(others), data_of(index)});
   });
   return index;
 }

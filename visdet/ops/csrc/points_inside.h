@@ -121,8 +121,7 @@ Tensor in_boxes(const char* op, const Tensor& points_in, const Tensor& boxes_in)
       is_first ? new_empty(points, {B, N}, ScalarType::Int) : new_empty(points, {B, N, M}, ScalarType::Int);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     device.each(B * N * (is_first ? 1 : (M + kBoxes - 1) / kBoxes), 20 * (is_first ? M + 1 : kBoxes),
-                Compute<A>{N, M, data_of<A>(points), data_of<A>(boxes), data_of<A>(cosine), data_of<A>(sine),
-                           mutable_data_of<int32_t>(result)});
+                Compute<A>{N, M, data_of(points), data_of(boxes), data_of(cosine), data_of(sine), data_of(result)});
   });
   return result;
 }
@@ -147,9 +146,8 @@ Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons_in) {
   const Tensor points = dense(points_in), polygons = dense(polygons_in);
   const Tensor result = new_empty(points, {points.size(0), polygons.size(0)}, ScalarType::Float);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    device.each(
-        result.numel(), 40,
-        InPolygon<A>{polygons.size(0), data_of<A>(points), data_of<A>(polygons), mutable_data_of<float>(result)});
+    device.each(result.numel(), 40,
+                InPolygon<A>{polygons.size(0), data_of(points), data_of(polygons), data_of(result)});
   });
   return result;
 }
@@ -167,8 +165,8 @@ Tensor dynamic_voxelize(const Tensor& points, const Tensor& voxel_size_in, const
   const Tensor voxels = new_empty(points, {N, D}, ScalarType::Int);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     device.each(N, 20 * D + 1,
-                VoxelOfPoint<A>{D, points.stride(0), points.stride(1), data_of<A>(points), data_of<A>(voxel_size),
-                                data_of<A>(range), mutable_data_of<int32_t>(voxels)});
+                VoxelOfPoint<A>{D, points.stride(0), points.stride(1), data_of(points), data_of(voxel_size),
+                                data_of(range), data_of(voxels)});
   });
   return voxels;
 }

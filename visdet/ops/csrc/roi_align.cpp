@@ -146,7 +146,7 @@ template <typename A, typename F>
 void weigh_regions(const RoIAlignProblem& p, Pooling pooling, const Tensor& rois, int64_t parts, const F& use) {
   constexpr int64_t kGroup = 128, kGrain = 8, kTaps = 1 << 22;
   const Bounds<A> bounds = bounds_of<A>(p);
-  const A* boxes = data_of<A>(rois);
+  const A* boxes = data_of(rois);
   for (int64_t begin = 0, end = 0, count = 0; end < p.N; begin = end, count = 0) {
     std::vector<RegionTaps<A>> taps;
     while (end < p.N && count < kTaps) {
@@ -176,7 +176,7 @@ Tensor pool(const RoIAlignProblem& p, Pooling pooling, const Tensor& input_in, c
   Tensor output = new_empty(input, {p.N, p.C, p.PH, p.PW});
   if (output.numel() == 0) return output;
   dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
-    T* results = mutable_data_of<T>(output);
+    T* results = data_of(output);
     const int64_t tasks = std::max<int64_t>(p.B, 1) * ceil_of(p.C, kBlock<A>), bins = p.PH * p.PW;
     const int64_t parts = std::min<int64_t>(ceil_of(torch::stable::get_num_threads(), tasks), p.N);
     const auto& kernels = best_kernels<RoIAlignKernels<T, A>>();
@@ -201,8 +201,8 @@ Tensor spread(const RoIAlignProblem& p, Pooling pooling, const Tensor& grad_outp
   zero_(grad_input);
   if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
   dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
-    const T *gradient = data_of<T>(grad_output), *maps = input ? data_of<T>(*input) : nullptr;
-    T* values = mutable_data_of<T>(grad_input);
+    const T *gradient = data_of(grad_output), *maps = data_of(input);
+    T* values = data_of(grad_input);
     const auto& kernels = best_kernels<RoIAlignKernels<T, A>>();
     const int64_t blocks = ceil_of(p.C, kBlock<A>), plane = p.H * p.W, bins = p.PH * p.PW;
     weigh_regions<A>(p, pooling, rois, 1, [&](const auto& images) {

@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
   if (output.numel() == 0) return {output, argmax};
   dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
-    const RoIPoolArrays<T> a{problem, data_of<T>(input), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax)};
+    const RoIPoolArrays<T> a{problem, data_of(input), data_of(output), data_of(argmax)};
     pool_to_maxima(device, a, data_of<A>(rois), static_cast<A>(spatial_scale));
   });
   return {output, argmax};

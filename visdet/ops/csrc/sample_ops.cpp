@@ -22,8 +22,8 @@ Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
   const Tensor given = problem.channels_last ? images : dense(images);
   Tensor copy = new_empty(images, {problem.B, problem.H, problem.W, pixel});
   if (C < kChunk) zero_(copy);
-  const auto* from = data_of<T>(given);
-  auto* to = mutable_data_of<T>(copy);
+  const T* from = data_of(given);
+  T* to = data_of(copy);
   if (problem.channels_last) {
     for (int64_t i = 0; i < problem.B * pixels; ++i) std::copy_n(from + i * C, C, to + i * pixel);
     return copy;
@@ -46,8 +46,8 @@ SampleArrays<T, A> arrays_of(const SampleProblem& problem, const Tensor& images,
   a.B = problem.B, a.C = problem.C, a.H = problem.H, a.W = problem.W;
   a.Q = problem.Q, a.D = problem.D, a.G = problem.G, a.K = problem.K;
   a.pixel = std::max(problem.C, kChunk);
-  a.images = data_of<T>(images);
-  a.samples = data_of<A>(samples);
+  a.images = data_of(images);
+  a.samples = data_of(samples);
   return a;
 }
 
@@ -75,7 +75,7 @@ void run_dots(const SampleArrays<T, A>& a) {
 template <typename T, typename A>
 Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, const Tensor& images) {
   Tensor grad = problem.channels_last ? empty_like(images) : new_like(images);
-  auto* to = mutable_data_of<T>(grad);
+  T* to = data_of(grad);
   const auto& kernels = best_kernels<SampleScatter<T, A>>();
   const auto& layout = best_kernels<SampleLayout<T, A>>();
   const int64_t chunks = (a.C + kChunk - 1) / kChunk, pixels = a.H * a.W, queries = a.B * a.Q;
@@ -109,7 +109,7 @@ template <typename T, typename A>
 Tensor rounded(const Tensor& sums, const Tensor& images) {
   if constexpr (std::is_same_v<T, A>) return sums;
   Tensor out = new_empty(images, sums.sizes());
-  best_kernels<SampleLayout<T, A>>().round(data_of<A>(sums), mutable_data_of<T>(out), sums.numel());
+  best_kernels<SampleLayout<T, A>>().round(data_of(sums), data_of(out), sums.numel());
   return out;
 }
 
@@ -121,7 +121,7 @@ Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tenso
     const Tensor images = in_channels_last<T>(images_in, problem);
     Tensor sums = new_empty(samples, {problem.B, problem.G, problem.Q, problem.C});
     auto a = arrays_of<T, A>(problem, images, samples);
-    a.coefficients = data_of<A>(weights), a.sums = mutable_data_of<A>(sums);
+    a.coefficients = data_of(weights), a.sums = data_of(sums);
     run_sum(a);
     output = rounded<T, A>(sums, images_in);
   });
@@ -139,8 +139,8 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     auto a = arrays_of<T, A>(problem, images, samples);
-    a.coefficients = data_of<A>(weights), a.rows = data_of<A>(grad_output);
-    a.dots = mutable_data_of<A>(grad_weights), a.grad_samples = mutable_data_of<A>(grad_samples);
+    a.coefficients = data_of(weights), a.rows = data_of(grad_output);
+    a.dots = data_of(grad_weights), a.grad_samples = data_of(grad_samples);
     run_dots(a);
     grad_images = run_scatter(a, problem, images_in);
   });
@@ -156,7 +156,7 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
     const Tensor images = in_channels_last<T>(images_in, problem);
     Tensor dots = new_empty(samples, {problem.B, problem.G, problem.Q, problem.D});
     auto a = arrays_of<T, A>(problem, images, samples);
-    a.rows = data_of<A>(queries), a.depths = data_of<A>(depths), a.dots = mutable_data_of<A>(dots);
+    a.rows = data_of(queries), a.depths = data_of(depths), a.dots = data_of(dots);
     run_dots(a);
     output = rounded<T, A>(dots, images_in);
   });
@@ -177,10 +177,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     auto a = arrays_of<T, A>(problem, images, samples);
-    a.coefficients = data_of<A>(grad_output), a.rows = data_of<A>(queries), a.depths = data_of<A>(depths);
-    a.sums = mutable_data_of<A>(grad_queries);
+    a.coefficients = data_of(grad_output), a.rows = data_of(queries), a.depths = data_of(depths);
+    a.sums = data_of(grad_queries);
     run_sum(a);
-    a.grad_samples = mutable_data_of<A>(grad_samples), a.grad_depths = mutable_data_of<A>(grad_depths);
+    a.grad_samples = data_of(grad_samples), a.grad_depths = data_of(grad_depths);
     run_dots(a);
     grad_images = run_scatter(a, problem, images_in);
   });

@@ -79,13 +79,13 @@ Tensor run_focal(const char* op, const Tensor* grad_output_in, const Tensor& inp
   const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
   dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     FocalArrays<T, A> a{problem};
-    a.input = data_of<T>(input);
-    a.target = data_of<int64_t>(target);
-    a.weight = weight.numel() ? data_of<A>(weight) : nullptr;
+    a.input = data_of(input);
+    a.target = data_of(target);
+    a.weight = data_of(weight.numel() ? &weight : nullptr);
     a.gamma = static_cast<A>(gamma), a.alpha = static_cast<A>(alpha);
-    if (GRAD) a.grad_output = data_of<T>(grad_output);
+    if (GRAD) a.grad_output = data_of(grad_output);
     a.grad_step = one_number ? 0 : 1;
-    a.output = mutable_data_of<T>(output);
+    a.output = data_of(output);
     compute_focal<GRAD>(device, a);
   });
   return output;

@@ -93,14 +93,14 @@ std::tuple<Tensor, Tensor> soft_nms(const Tensor& boxes_in, const Tensor& scores
       for (int64_t c = begin; c < end; ++c) {
         SoftNmsArrays<A> a = settings;
         a.N = classes.starts[c + 1] - classes.starts[c];
-        remaining[c] = run_soft_nms(data_of<A>(boxes), data_of<A>(scores), &classes.members[classes.starts[c]], a);
+        remaining[c] = run_soft_nms<A>(data_of(boxes), data_of(scores), &classes.members[classes.starts[c]], a);
       }
     });
     int64_t M = 0;
     for (const auto& of_class : remaining) M += static_cast<int64_t>(of_class.keep.size());
     Tensor detections = new_empty(boxes, {M, 5}), keep = new_empty(boxes, {M}, ScalarType::Long);
-    A* detection = mutable_data_of<A>(detections);
-    int64_t* index = mutable_data_of<int64_t>(keep);
+    A* detection = data_of(detections);
+    int64_t* index = data_of(keep);
     for (const auto& of_class : remaining) {
       detection = std::copy(of_class.detections.begin(), of_class.detections.end(), detection);
       index = std::copy(of_class.keep.begin(), of_class.keep.end(), index);

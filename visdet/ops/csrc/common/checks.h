@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -120,6 +121,24 @@ template <typename V>
 V* mutable_data_of(const Tensor& tensor) {
   return static_cast<V*>(tensor.mutable_data_ptr());
 }
+
+// The same of the type V that they are assigned to, const for those that are read. Of no tensor it is null.
+struct Data {
+  const Tensor* tensor;
+
+  template <typename V>
+  operator V*() const {
+    if (tensor == nullptr) return nullptr;
+    if constexpr (std::is_const_v<V>) {
+      return data_of<V>(*tensor);
+    } else {
+      return mutable_data_of<V>(*tensor);
+    }
+  }
+};
+inline Data data_of(const Tensor& tensor) { return {&tensor}; }
+inline Data data_of(const Tensor* tensor) { return {tensor}; }
+inline Data data_of(const std::optional<Tensor>& tensor) { return {tensor ? &*tensor : nullptr}; }
 
 // Whether [B, C, H, W] lies in memory as contiguous [B, H, W, C].
 bool is_channels_last(const Tensor& images);

@@ -13,7 +13,7 @@
 //     const Device device("half", values_in);
 //     const Tensor values = dense(values_in);
 //     dispatch_sum_type(values.scalar_type(), [&]<typename A>(A) {
-//       device.each(halves.numel(), 1, Half<A>{data_of<A>(values), mutable_data_of<A>(halves)});
+//       device.each(halves.numel(), 1, Half<A>{data_of(values), data_of(halves)});
 //     });
 //     return halves;
 //   }

@@ -43,11 +43,11 @@ void write_overlaps(const DeviceScope& scope, const Tensor& boxes1, const Tensor
                     bool is_aligned, A* to) {
   const int64_t M = boxes1.size(0), N = boxes2.size(0);
   if (is_aligned) {
-    launch({kOp, "aligned_kernel", scope, ceil_div(M, kThreads), kThreads}, aligned_kernel<A, ROTATED>,
-           data_of<A>(boxes1), data_of<A>(boxes2), M, mode, to);
+    launch({kOp, "aligned_kernel", scope, ceil_div(M, kThreads), kThreads}, aligned_kernel<A, ROTATED>, data_of(boxes1),
+           data_of(boxes2), M, mode, to);
   } else {
     launch({kOp, "pairs_kernel", scope, ceil_div(N, kThreads) * ceil_div(M, kRows), kThreads}, pairs_kernel<A, ROTATED>,
-           data_of<A>(boxes1), data_of<A>(boxes2), M, N, mode, to);
+           data_of(boxes1), data_of(boxes2), M, N, mode, to);
   }
 }
 
@@ -58,7 +58,7 @@ Tensor forward(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, b
   if (overlaps.numel() == 0) return overlaps;
   dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
     const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
-    write(scope, boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, mutable_data_of<A>(overlaps));
+    write(scope, boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, data_of(overlaps));
   });
   return overlaps;
 }

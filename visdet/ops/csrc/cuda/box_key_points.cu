@@ -96,7 +96,7 @@ Tensor forward(const Tensor& anchors_in, const Tensor& fixed_in, const Tensor& l
   if (output.numel() == 0) return output;
   dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
-    a.output = mutable_data_of<A>(output);
+    a.output = data_of(output);
     launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>, a);
   });
   return output;
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
-    a.grad_output = data_of<A>(grad_output);
-    a.grad_anchors = mutable_data_of<A>(grad_anchors), a.grad_logits = mutable_data_of<A>(grad_logits);
+    a.grad_output = data_of(grad_output);
+    a.grad_anchors = data_of(grad_anchors), a.grad_logits = data_of(grad_logits);
     launch({"box_key_points_backward", "backward_kernel", scope, ceil_div(a.N, kThreads / 32), kThreads},
            backward_kernel<A>, a);
   });

@@ -76,8 +76,8 @@ class Convolution {
     Tensor out = new_matrices(count * p_.positions(), row());
     const Sizes sizes = sizes_for(count, by_packs ? kPack<T> : 1, sizes_.slice);
     launch({op_, "columns_kernel", scope_, tiles_of(count), kThreads},
-           by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data_of<T>(images), offsets(first),
-           masks(first), mutable_data_of<T>(out), sizes);
+           by_packs ? columns_kernel<T, A, kPack<T>> : columns_kernel<T, A, 1>, data_of(images), offsets(first),
+           masks(first), data_of(out), sizes);
     return out;
   }
 
@@ -117,14 +117,14 @@ class Convolution {
                  Tensor* grad_offset, Tensor* grad_mask, Tensor* columns, bool by_packs) const {
     using G = ColumnGradient<T>;
     Gradients<T, A> grads{};
-    if (grad_images) grads.images = mutable_data_of<A>(*grad_images);
+    grads.images = data_of(grad_images);
     if (grad_offset) grads.offsets = mutable_data_of<T>(*grad_offset) + first * of_offsets();
     if (grad_mask) grads.masks = mutable_data_of<T>(*grad_mask) + first * of_offsets() / 2;
-    if (columns) grads.columns = mutable_data_of<T>(*columns);
+    grads.columns = data_of(columns);
     const Sizes sizes = sizes_for(count, by_packs ? kSums<A> : 1, sizes_.per_offset);
     launch({op_, "gradients_kernel", scope_, tiles_of(count), kThreads},
-           by_packs ? gradients_kernel<T, G, A, kSums<A>> : gradients_kernel<T, G, A, 1>, data_of<T>(images),
-           offsets(first), masks(first), data_of<G>(grad_columns), grads, sizes);
+           by_packs ? gradients_kernel<T, G, A, kSums<A>> : gradients_kernel<T, G, A, 1>, data_of(images),
+           offsets(first), masks(first), data_of(grad_columns), grads, sizes);
   }
 
   // Writes [count, H, W, C] to images `first` .. `first` + `count` of the gradient [B, C, H, W].
@@ -142,8 +142,8 @@ class Convolution {
       return;
     }
     const int64_t numbers = product.numel();
-    launch({op_, "add_kernel", scope_, ceil_div(numbers, kThreads), kThreads}, add_kernel<A>, mutable_data_of<A>(*sums),
-           data_of<A>(product), numbers);
+    launch({op_, "add_kernel", scope_, ceil_div(numbers, kThreads), kThreads}, add_kernel<A>, data_of(*sums),
+           data_of(product), numbers);
   }
 
   void grad_weight(const Tensor& sums, Tensor& grad_weight) const {

@@ -15,7 +15,7 @@ Tensor forward(const Tensor& points_in, int64_t num_points, bool is_table) {
     const bool is_held = a.N <= kHeld<A> * kThreads;
     const Tensor nearest = new_empty(points, {is_held ? 0 : points.size(0), a.N});
     launch({"furthest_point_sample", "sample_kernel", scope, points.size(0), kThreads},
-           is_table ? sample_kernel<A, true> : sample_kernel<A, false>, a, mutable_data_of<A>(nearest));
+           is_table ? sample_kernel<A, true> : sample_kernel<A, false>, a, data_of(nearest));
   });
   return samples;
 }

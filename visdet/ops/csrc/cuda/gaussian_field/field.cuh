@@ -108,14 +108,14 @@ const char* many_points_decline(const ForwardCall& call) {
 
 void launch_many_points(const ForwardCall& call) {
   const auto in = call.inputs<float>();
-  auto* field = mutable_data_of<float>(call.field);
+  float* field = data_of(call.field);
   const int64_t owners = ceil_div(in.B, kThreads * kFieldPoints);
   const Parts parts = decreasing_parts(in.N, owners, kFieldBlocks * call.scope.device().multiprocessors);
   Tensor scratch = call.points;
   float* to = field;
   if (parts.count > 1) {
     scratch = new_empty(call.points, {parts.count, in.B});
-    to = mutable_data_of<float>(scratch);
+    to = data_of(scratch);
   }
   launch({call.op, "field_kernel", call.scope, owners * parts.count, kThreads}, field_kernel, in, parts, to,
          static_cast<int>(owners), 1);

@@ -13,13 +13,13 @@ namespace {
 
 // Makes the boxes of a call, in scratch memory that is returned, and adds them to the inputs.
 Tensor make_boxes(const FieldCall& call, Inputs<float>& in) {
-  in.point_order = data_of<int64_t>(call.point_order);
-  in.gaussian_order = data_of<int64_t>(call.gaussian_order);
+  in.point_order = data_of(call.point_order);
+  in.gaussian_order = data_of(call.gaussian_order);
   in.cutoff = static_cast<float>(call.tolerance / static_cast<double>(in.N));
   const int64_t gaussian_groups = ceil_div(in.N, kThreads), point_groups = ceil_div(in.B, kThreads);
   const int64_t bytes = static_cast<int64_t>(sizeof(Box)) * (in.N + gaussian_groups + point_groups);
   Tensor scratch = new_empty(call.points, {bytes}, ScalarType::Byte);
-  auto* boxes = mutable_data_of<Box>(scratch);
+  Box* boxes = data_of(scratch);
   auto *of_gaussians = boxes + in.N, *of_points = of_gaussians + gaussian_groups;
   launch({call.op, "box_kernel", call.scope, gaussian_groups, kThreads}, box_kernel<true>, in, boxes, of_gaussians);
   launch({call.op, "box_kernel", call.scope, point_groups, kThreads}, box_kernel<false>, in, nullptr, of_points);

@@ -158,9 +158,9 @@ template <typename A>
 Inputs<A> inputs_of(const GaussianTensors& tensors) {
   Inputs<A> in{};
   in.B = tensors.problem.B, in.N = tensors.problem.N;
-  in.points = data_of<A>(tensors.points);
-  in.means = data_of<A>(tensors.means);
-  in.cholesky = data_of<A>(tensors.cholesky);
+  in.points = data_of(tensors.points);
+  in.means = data_of(tensors.means);
+  in.cholesky = data_of(tensors.cholesky);
   return in;
 }
 
@@ -187,7 +187,7 @@ struct FieldCall : FieldTensors {
   template <typename A>
   Inputs<A> inputs() const {
     auto in = inputs_of<A>(*this);
-    in.weights = data_of<A>(weights);
+    in.weights = data_of(weights);
     return in;
   }
 };
@@ -197,7 +197,7 @@ struct ForwardCall : FieldCall {
 
   template <typename A>
   Outputs<A> outputs() const {
-    return {nullptr, mutable_data_of<A>(field)};
+    return {nullptr, data_of(field)};
   }
 };
 struct BackwardCall : FieldCall {
@@ -206,9 +206,8 @@ struct BackwardCall : FieldCall {
 
   template <typename A>
   Outputs<A> outputs() const {
-    return {data_of<A>(gradients.grad_output), mutable_data_of<A>(gradients.points),
-            mutable_data_of<A>(gradients.means), mutable_data_of<A>(gradients.cholesky),
-            mutable_data_of<A>(gradients.weights)};
+    return {data_of(gradients.grad_output), data_of(gradients.points), data_of(gradients.means),
+            data_of(gradients.cholesky), data_of(gradients.weights)};
   }
 };
 

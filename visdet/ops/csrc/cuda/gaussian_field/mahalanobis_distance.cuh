@@ -63,7 +63,7 @@ static void compute_distances(const OnGpu& device, const GaussianTensors& tensor
     in.part = std::clamp<int64_t>(ceil_div(in.B * columns, 4 * wanted_blocks(device.scope)), 1, 64);
     const int64_t parts = ceil_div(in.B, in.part);
     launch({device.op, "distance_kernel", device.scope, parts * columns, kThreads}, distance_kernel<A>, in,
-           mutable_data_of<A>(output), static_cast<int>(parts));
+           data_of(output), static_cast<int>(parts));
   });
 }
 
@@ -72,12 +72,12 @@ static void compute_distance_gradients(const OnGpu& device, const GaussianTensor
   if (gradients.grad_output.numel() == 0) return;
   dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
     const auto in = inputs_of<A>(tensors);
-    const A* grad = data_of<A>(gradients.grad_output);
+    const A* grad = data_of(gradients.grad_output);
     launch({device.op, "distance_point_kernel", device.scope, ceil_div(in.B, kThreads / 32), kThreads},
-           distance_point_kernel<A>, in, grad, mutable_data_of<A>(gradients.points));
+           distance_point_kernel<A>, in, grad, data_of(gradients.points));
     launch_pairs<A, Task::kDistanceGradients, false>(
         device.op, device.scope, in, tensors.points,
-        {grad, nullptr, mutable_data_of<A>(gradients.means), mutable_data_of<A>(gradients.cholesky)});
+        {grad, nullptr, data_of(gradients.means), data_of(gradients.cholesky)});
   });
 }
 

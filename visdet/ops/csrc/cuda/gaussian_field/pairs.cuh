@@ -213,11 +213,11 @@ void launch_pairs(const char* op, const DeviceScope& scope, const Inputs<A>& in,
   A *point_sums = out.of_points, *gaussian_sums = nullptr;
   if (kPoints && !is_whole) {
     point_parts = new_empty(points, {of_gaussians.parts, point_count});
-    point_sums = mutable_data_of<A>(point_parts);
+    point_sums = data_of(point_parts);
   }
   if (kGaussians) {
     gaussian_parts = new_empty(points, {of_points.parts, 10, in.N});
-    gaussian_sums = mutable_data_of<A>(gaussian_parts);
+    gaussian_sums = data_of(gaussian_parts);
   }
   launch({op, "pair_kernel", scope, point_blocks + gaussian_blocks, kThreads}, pair_kernel<A, TASK, CULL>, for_points,
          for_gaussians, out.grad_output, point_sums, gaussian_sums, static_cast<int>(point_owners),

@@ -38,9 +38,9 @@ Tensor forward(const Tensor& costs_in, const Tensor& counts_in) {
   const Tensor scratch = new_empty(costs, {fits ? 0 : problems * bytes / static_cast<int64_t>(sizeof(double))});
   launch({kOp, "assignment_kernel", scope, problems, 32 * std::min<int64_t>(warps, kMaxWarps), fits ? bytes : 0,
           own_bytes},
-         assignment_kernel, data_of<double>(costs), data_of<int64_t>(counts), static_cast<int>(samples),
-         static_cast<int>(N), static_cast<int>(Q), fits ? nullptr : mutable_data_of<double>(scratch),
-         bytes / static_cast<int64_t>(sizeof(double)), mutable_data_of<int64_t>(index));
+         assignment_kernel, data_of(costs), data_of(counts), static_cast<int>(samples), static_cast<int>(N),
+         static_cast<int>(Q), data_of(fits ? nullptr : &scratch), bytes / static_cast<int64_t>(sizeof(double)),
+         data_of(index));
   return index;
 }
 

@@ -61,7 +61,7 @@ struct GivenBackward {
   }
   template <typename A>
   SampleGrads<A> grads() const {
-    return {mutable_data_of<A>(grad_locations), mutable_data_of<A>(grad_weights), nullptr, nullptr};
+    return {data_of(grad_locations), data_of(grad_weights), nullptr, nullptr};
   }
   template <typename A>
   SampleGrads<A> final_grads() const {

@@ -98,8 +98,8 @@ void direct_launch(const BackwardCall<Form>& call) {
       const int64_t samples = problem.B * problem.Q * problem.G * problem.K;
       launch({kOp, "direct_kernel", call.scope, ceil_div(samples << lane_bits, kDirectThreads), kDirectThreads,
               static_cast<int64_t>(sizeof(LevelPlan)) * problem.L},
-             direct_kernel<T, Source>, data_of<T>(call.grad_output), data_of<T>(call.value), plan, source,
-             mutable_data_of<float>(sums), call.form.template grads<float>(), problem, lane_bits);
+             direct_kernel<T, Source>, data_of(call.grad_output), data_of(call.value), plan, source, data_of(sums),
+             call.form.template grads<float>(), problem, lane_bits);
     }
   });
   if (!is_float) copy_(call.grad_value, sums);

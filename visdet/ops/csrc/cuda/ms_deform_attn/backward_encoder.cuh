@@ -388,7 +388,7 @@ void encoder_launch(const BackwardCall<Form>& call) {
   const bool is_float = call.value.scalar_type() == ScalarType::Float;
   Tensor sums = is_float ? zero_(call.grad_value) : new_zeros(call.value, call.value.sizes(), ScalarType::Float);
   Tensor order = new_empty(call.value, {problem.Q}, ScalarType::Int);
-  auto* order_data = mutable_data_of<uint32_t>(order);
+  uint32_t* order_data = data_of(order);
   launch({kOp, "order_queries_kernel", call.scope, kOrderQueryBlocks, kOrderQueryThreads, plan.order_shared},
          order_queries_kernel, call.levels, known_regions(call.levels, L), L, problem.S, order_data);
   dispatch_value_type(call.value.scalar_type(), [&]<typename T, typename A>(T, A) {
@@ -398,9 +398,8 @@ void encoder_launch(const BackwardCall<Form>& call) {
       dispatch_lanes(problem.C, [&](auto lanes) {
         launch({kOp, "pyramid_grad_kernel", call.scope, ceil_div(rows, plan.chunk), kChunkThreads, plan.shared,
                 kChunkScanShared},
-               pyramid_grad_kernel<T, Source, decltype(lanes)::value>, data_of<T>(call.grad_output),
-               data_of<T>(call.value), call.levels, order_data, source, mutable_data_of<float>(sums),
-               call.form.template final_grads<A>(),
+               pyramid_grad_kernel<T, Source, decltype(lanes)::value>, data_of(call.grad_output), data_of(call.value),
+               call.levels, order_data, source, data_of(sums), call.form.template final_grads<A>(),
                ChunkSizes{problem.S, rows, static_cast<int32_t>(problem.Q), static_cast<int32_t>(problem.G),
                           static_cast<int32_t>(problem.C), L, static_cast<int32_t>(problem.K),
                           static_cast<uint32_t>(plan.chunk)});

@@ -425,8 +425,8 @@ void gather(const BackwardCall<Form>& call, const SortedSizes& sizes, const Samp
   const int64_t shared = sizeof(A) * 4 * kSlots * kChannels + kGroups * kGroupBatch * (4 * sizeof(A) + 4);
   launch({kOp, "gather_kernel", call.scope, head_grid(sizes.tiles, problem.B * problem.G), kGatherThreads, shared,
           2 * kSlots * sizeof(int32_t)},
-         kernel, data_of<T>(call.grad_output), data_of<T>(call.value), call.plans.get(), starts, sorted,
-         mutable_data_of<T>(call.grad_value), grads, problem, sizes.cell_starts, point_bits_of(problem));
+         kernel, data_of(call.grad_output), data_of(call.value), call.plans.get(), starts, sorted,
+         data_of(call.grad_value), grads, problem, sizes.cell_starts, point_bits_of(problem));
 }
 
 }  // namespace

@@ -26,17 +26,17 @@ void sorted_launch(const BackwardCall<Form>& call) {
   const int64_t heads = problem.B * problem.G, samples = heads * problem.Q * problem.K;
   VISDET_CHECK(kOp, sizes.bin_starts <= INT32_MAX, "Q * L * P and S are too large: ", sizes.bin_starts, " bins");
   launch({kOp, "zero_kernel", call.scope, call.scope.device().multiprocessors * 2, kZeroThreads}, zero_kernel,
-         call.plans.get(), mutable_data_of<char>(call.grad_value), call.grad_value.numel() * call.element());
+         call.plans.get(), data_of(call.grad_value), call.grad_value.numel() * call.element());
   Tensor cell_starts = new_empty(call.value, {heads * sizes.cell_starts}, ScalarType::Int),
          bin_starts = new_zeros(call.value, {2, heads * sizes.bin_starts}, ScalarType::Int);
-  auto* of_cells = mutable_data_of<int32_t>(cell_starts);
-  auto* of_bins = mutable_data_of<int32_t>(bin_starts);
+  int32_t* of_cells = data_of(cell_starts);
+  int32_t* of_bins = data_of(bin_starts);
   dispatch_value_type(call.value.scalar_type(), [&]<typename T, typename A>(T, A) {
     const int64_t record_bytes = samples * static_cast<int64_t>(sizeof(Record<A>));
     Tensor binned = new_empty(call.value, {record_bytes}, ScalarType::Byte),
            sorted = new_empty(call.value, {record_bytes}, ScalarType::Byte);
-    auto* binned_records = mutable_data_of<Record<A>>(binned);
-    auto* sorted_records = mutable_data_of<Record<A>>(sorted);
+    Record<A>* binned_records = data_of(binned);
+    Record<A>* sorted_records = data_of(sorted);
     const SampleGrads<A> grads = call.form.template grads<A>();
     call.form.template with_source<A>(
         [&](const auto& source) { write_records(call, sizes, source, grads, of_bins, binned_records); });

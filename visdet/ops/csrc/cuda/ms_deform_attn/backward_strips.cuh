@@ -378,9 +378,8 @@ void strips_launch(const BackwardCall<Form>& call) {
       using Source = std::decay_t<decltype(source)>;
       launch({kOp, "strips_kernel", call.scope, problem.B * problem.G * strips.count, kStripThreads,
               StripScratch::bytes(strips), kExclusiveSumShared<kStripThreads>},
-             strips_kernel<T, Source>, data_of<T>(call.grad_output), data_of<T>(call.value), call.levels, strips,
-             source, mutable_data_of<T>(call.grad_value), call.form.template grads<float>(), problem,
-             point_bits_of(problem));
+             strips_kernel<T, Source>, data_of(call.grad_output), data_of(call.value), call.levels, strips, source,
+             data_of(call.grad_value), call.form.template grads<float>(), problem, point_bits_of(problem));
     }
   });
 }

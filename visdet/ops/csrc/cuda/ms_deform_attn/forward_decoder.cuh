@@ -284,8 +284,8 @@ void decoder_launch(const ForwardCall<Form>& call) {
               {ceil_div(problem.Q, rows), problem.G, problem.B},
               blocks.threads,
               shared},
-             decoder_kernel<T, Source, kVec, kLanes, decltype(split)::value>, data_of<T>(call.value), source,
-             mutable_data_of<T>(call.output), sizes, run_levels(call.levels, problem));
+             decoder_kernel<T, Source, kVec, kLanes, decltype(split)::value>, data_of(call.value), source,
+             data_of(call.output), sizes, run_levels(call.levels, problem));
     });
   });
 }

@@ -316,7 +316,7 @@ void encoder_launch(const ForwardCall<Form>& call) {
     using Source = std::decay_t<decltype(source)>;
     const auto start = [&](auto kernel) {
       launch({"ms_deform_attn", "encoder_kernel", call.scope, plan.blocks, kEncoderThreads, plan.shared}, kernel,
-             data_of<T>(call.value), call.levels, source, mutable_data_of<T>(call.output), plan.sizes,
+             data_of(call.value), call.levels, source, data_of(call.output), plan.sizes,
              static_cast<uint32_t>(plan.queries_of_block), known);
     };
     if constexpr (kVec * kLanes == kUsualChannels) {

@@ -142,8 +142,8 @@ void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int
           kRowsThreads,
           group_offset<A>(kGroup, kGroup > 4, static_cast<int>(groups)) +
               static_cast<int64_t>(sizeof(Level)) * call.problem.L},
-         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>, data_of<T>(call.value), call.levels,
-         source, mutable_data_of<T>(call.output), sizes);
+         rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>, data_of(call.value), call.levels, source,
+         data_of(call.output), sizes);
 }
 
 // A group of four threads takes four samples of one level in a pass; where a level's samples are no multiple of four,

@@ -105,7 +105,7 @@ inline Levels levels_of(const MsDeformAttnProblem& problem, const Tensor& shapes
   // value. A plan never reads them, so any other address will do.
   static const int64_t no_table = 0;
   const auto table_data = [](const Tensor& table) {
-    const int64_t* data = data_of<int64_t>(table);
+    const int64_t* data = data_of(table);
     return data == nullptr ? &no_table : data;
   };
   const int64_t *shape_data = table_data(shapes), *start_data = table_data(starts);

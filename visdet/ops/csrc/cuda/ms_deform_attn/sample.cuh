@@ -311,7 +311,7 @@ struct GivenForm {
 
   template <typename T, typename A>
   GivenSamples<A> source() const {
-    return {data_of<A>(locations), data_of<A>(weights)};
+    return {data_of(locations), data_of(weights)};
   }
 };
 struct FusedForm {
@@ -320,7 +320,7 @@ struct FusedForm {
   template <typename T, typename A>
   FusedSamples<T, A> source() const {
     const bool full_precision = offsets.scalar_type() == reference.scalar_type(), boxes = reference.size(3) == 4;
-    return {data_of<A>(reference), data_of<char>(offsets), data_of<char>(logits), nullptr, full_precision, boxes};
+    return {data_of(reference), data_of(offsets), data_of(logits), nullptr, full_precision, boxes};
   }
 };
 

@@ -178,7 +178,7 @@ class FusedBackward {
   SampleGrads<A> final_grads() {
     if (needs_reference_) return grads<A>();  // a reference point's gradient is summed from those of locations
     has_offsets_ = true;
-    return {nullptr, new_sample_grads<A>(), nullptr, mutable_data_of<char>(grad_offsets)};
+    return {nullptr, new_sample_grads<A>(), nullptr, data_of(grad_offsets)};
   }
 
   // After backward().
@@ -199,7 +199,7 @@ class FusedBackward {
   template <typename A>
   const SoftmaxRow<A>* softmax() {
     softmax_ = new_empty(form_.reference, {rows_, 2});
-    auto* of_rows = mutable_data_of<SoftmaxRow<A>>(*softmax_);
+    SoftmaxRow<A>* of_rows = data_of(*softmax_);
     dispatch_predictions<A>([&]<typename I>(I) {
       launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
              softmax_kernel<I, A>, source<I, A>(), of_rows, rows_, static_cast<int>(problem_.K));
@@ -219,7 +219,7 @@ class FusedBackward {
   template <typename I, typename A>
   void finish_predictions(Plans& plans) {
     const int G = static_cast<int>(problem_.G), L = static_cast<int>(problem_.L), K = static_cast<int>(problem_.K);
-    auto* of_logits = mutable_data_of<I>(grad_logits);
+    I* of_logits = data_of(grad_logits);
     const FusedSamples<I, A> samples_of = source<I, A>();
     const void* grads = sample_grads_->const_data_ptr();
     if constexpr (sizeof(A) == 4) {  // the path that writes offsets serves no float64
@@ -233,13 +233,12 @@ class FusedBackward {
     const int lanes = row_lanes_of(problem_.K);
     launch({kOp, "fused_grad_kernel", scope_, ceil_div(rows_ * lanes, kRowThreads), kRowThreads,
             static_cast<int64_t>(sizeof(LevelPlan)) * L},
-           fused_grad_kernel<I, A>, plans.get(), samples_of, packed, mutable_data_of<I>(grad_offsets), of_logits, rows_,
-           G, L, K, lanes);
+           fused_grad_kernel<I, A>, plans.get(), samples_of, packed, data_of(grad_offsets), of_logits, rows_, G, L, K,
+           lanes);
     if (!needs_reference_) return;
     const int64_t count = problem_.B * problem_.Q * problem_.L;
     launch({kOp, "reference_grad_kernel", scope_, ceil_div(count, kRowThreads), kRowThreads},
-           reference_grad_kernel<I, A>, plans.get(), samples_of, packed, mutable_data_of<A>(grad_reference), count, G,
-           L, K);
+           reference_grad_kernel<I, A>, plans.get(), samples_of, packed, data_of(grad_reference), count, G, L, K);
   }
 
   const MsDeformAttnProblem& problem_;

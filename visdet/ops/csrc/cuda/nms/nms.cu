@@ -21,11 +21,6 @@ struct Problem {
   const std::optional<Tensor>& is_candidate;
 };
 
-template <typename T>
-const T* data_or_null(const std::optional<Tensor>& tensor) {
-  return tensor ? data_of<T>(*tensor) : nullptr;
-}
-
 // Returns the indices of the kept boxes.
 template <typename Boxes, typename A>
 Tensor suppress(const Problem& p, const Boxes& rule) {
@@ -36,19 +31,17 @@ Tensor suppress(const Problem& p, const Boxes& rule) {
                is_kept = new_empty(p.boxes, {flags}, ScalarType::Byte);
   const Tensor words = new_empty(p.boxes, {2 * tiles + 2}, ScalarType::Long);
   Tensor keep = new_empty(p.order, {N});
-  uint64_t* word = mutable_data_of<uint64_t>(words);
+  uint64_t* word = data_of(words);
   int64_t* count = reinterpret_cast<int64_t*>(word + 2 * tiles);
   fill_bytes(kOp, p.scope, word, 0, words.numel() * static_cast<int64_t>(sizeof(uint64_t)));
   launch({kOp, "prepare_kernel", p.scope, ceil_div(N, kPrepareThreads), kPrepareThreads}, prepare_kernel<Boxes, A>,
-         data_of<A>(p.boxes), data_of<int64_t>(p.order), data_or_null<int64_t>(p.ranks),
-         data_or_null<int64_t>(p.sorted_classes), data_or_null<bool>(p.is_candidate), static_cast<int32_t>(N),
-         mutable_data_of<Box>(sorted), mutable_data_of<int32_t>(starts));
-  launch({kOp, "suppress_kernel", p.scope, tiles, kThreads}, suppress_kernel<Boxes>, rule, data_of<Box>(sorted),
-         data_of<int32_t>(starts), data_or_null<int64_t>(p.ranks), static_cast<int32_t>(N),
-         Progress{word, reinterpret_cast<uint32_t*>(word + 2 * tiles + 1)}, mutable_data_of<uint8_t>(is_kept));
+         data_of(p.boxes), data_of(p.order), data_of(p.ranks), data_of(p.sorted_classes), data_of(p.is_candidate),
+         static_cast<int32_t>(N), data_of(sorted), data_of(starts));
+  launch({kOp, "suppress_kernel", p.scope, tiles, kThreads}, suppress_kernel<Boxes>, rule, data_of(sorted),
+         data_of(starts), data_of(p.ranks), static_cast<int32_t>(N),
+         Progress{word, reinterpret_cast<uint32_t*>(word + 2 * tiles + 1)}, data_of(is_kept));
   launch({kOp, "select_kernel", p.scope, ceil_div(flags, kSelectThreads * kFlagsOfThread), kSelectThreads},
-         select_kernel, data_of<uint8_t>(is_kept), data_of<int64_t>(p.order), flags, mutable_data_of<int64_t>(keep),
-         count);
+         select_kernel, data_of(is_kept), data_of(p.order), flags, data_of(keep), count);
   return p.scope.is_plan() ? keep : shaped(keep, {read_number(kOp, p.scope, count)});
 }
 

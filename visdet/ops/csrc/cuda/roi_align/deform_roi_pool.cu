@@ -10,7 +10,7 @@ void spread(const OnGpu& device, const Arrays<A>& a, const Tensor& grad_output, 
   const auto add = [&](const auto& sums) {
     device.each(a.N * a.parts(kTogether) * a.bins(), 0, Spread<A, std::decay_t<decltype(sums)>>{a, sums});
   };
-  if (!deterministic) return add(roi_align::InAnyOrder<A>{mutable_data_of<A>(grad_input)});
+  if (!deterministic) return add(roi_align::InAnyOrder<A>{data_of(grad_input)});
   const DeviceScope scope(grad_output);
   roi_align::add_whole_numbers<A, A>(kBackward, scope, grad_output, a.N * a.bins(), grad_input, add);
 }

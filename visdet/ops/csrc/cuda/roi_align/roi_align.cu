@@ -106,8 +106,8 @@ Tensor forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_
   dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     dispatch_geometry<A>(p, [&](auto geometry, auto windows) {
       launch({op, "average_kernel", scope, p.N * ceil_div(p.C, slab), kThreads<A>},
-             average_kernel<T, A, decltype(geometry), decltype(windows)::value>, data_of<T>(input), data_of<A>(rois),
-             mutable_data_of<T>(output), p, bounds_of<A>(p), slab);
+             average_kernel<T, A, decltype(geometry), decltype(windows)::value>, data_of(input), data_of(rois),
+             data_of(output), p, bounds_of<A>(p), slab);
     });
   });
   return output;
@@ -121,8 +121,8 @@ void spread(const DeviceScope& scope, const RoIAlignProblem& p, const Tensor& gr
   const int slab = slab_of(scope, p);
   dispatch_geometry<A>(p, [&](auto geometry, auto windows) {
     launch({kBackward, "spread_kernel", scope, p.N * ceil_div(p.C, slab), kThreads<A>},
-           spread_kernel<T, A, decltype(geometry), decltype(windows)::value, Sums>, data_of<T>(grad_output),
-           data_of<A>(rois), sums, p, bounds_of<A>(p), slab);
+           spread_kernel<T, A, decltype(geometry), decltype(windows)::value, Sums>, data_of(grad_output), data_of(rois),
+           sums, p, bounds_of<A>(p), slab);
   });
 }
 
@@ -142,7 +142,7 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, 
     }
     Tensor sums = sizeof(T) == sizeof(A) ? grad_input : new_empty(rois, {B, p.C, H, W});
     zero_(sums);
-    add(InAnyOrder<A>{mutable_data_of<A>(sums)});
+    add(InAnyOrder<A>{data_of(sums)});
     if (sizeof(T) != sizeof(A)) grad_input = converted(sums, grad_output.scalar_type());
   });
   return grad_input;

@@ -78,18 +78,17 @@ void add_whole_numbers(const char* op, const DeviceScope& scope, const Tensor& v
   const int64_t count = result.numel();
   const Tensor whole = new_empty(result, {count + 1}, ScalarType::Long);
   const Tensor not_finite = new_empty(result, {count}, accumulate_dtype(result.scalar_type()));
-  auto* words = mutable_data_of<unsigned long long>(whole);
+  unsigned long long* words = data_of(whole);
   fill_bytes(op, scope, words, 0, (count + 1) * 8);
-  fill_bytes(op, scope, mutable_data_of<A>(not_finite), 0, count * static_cast<int64_t>(sizeof(A)));
+  fill_bytes(op, scope, data_of(not_finite), 0, count * static_cast<int64_t>(sizeof(A)));
   int bits = 1;
   while (bits < 50 && (int64_t{1} << bits) <= most) ++bits;
-  const AsWholeNumbers<A> sums{words, mutable_data_of<A>(not_finite), words + count, bits};
+  const AsWholeNumbers<A> sums{words, data_of(not_finite), words + count, bits};
   const auto blocks = [&](int64_t numbers) { return bounded_blocks(scope, numbers, kSumThreads, 8); };
-  launch({op, "peak_kernel", scope, blocks(values.numel()), kSumThreads}, peak_kernel<T>, data_of<T>(values),
+  launch({op, "peak_kernel", scope, blocks(values.numel()), kSumThreads}, peak_kernel<T>, data_of(values),
          values.numel(), words + count);
   add(sums);
-  launch({op, "finish_kernel", scope, blocks(count), kSumThreads}, finish_kernel<T, A>, sums, count,
-         mutable_data_of<T>(result));
+  launch({op, "finish_kernel", scope, blocks(count), kSumThreads}, finish_kernel<T, A>, sums, count, data_of(result));
 }
 
 }  // namespace visdet::roi_align

@@ -251,7 +251,7 @@ CellCounts launch_dots(const Inputs<T, A>& in, const ImageRun& run, const A* coe
   if (GRAD) {
     cells.counts = new_zeros(in.samples, {sizes.B * sizes.cells}, ScalarType::Int);
     cells.ranks = new_empty(in.samples, {in.queries() * sizes.D}, ScalarType::Int);
-    counts = mutable_data_of<int32_t>(cells.counts), ranks = mutable_data_of<int32_t>(cells.ranks);
+    counts = data_of(cells.counts), ranks = data_of(cells.ranks);
   }
   const int64_t query = run.first * sizes.Q;
   const A* run_depths = depths == nullptr ? nullptr : depths + query * sizes.D;

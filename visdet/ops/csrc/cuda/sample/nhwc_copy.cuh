@@ -156,7 +156,7 @@ struct Images {
   Images(const Tensor& images, const SampleProblem& problem)
       : given(images), copy(images), is_copy(!problem.channels_last && images.numel() > 0) {
     if (is_copy) given = dense(images), copy = new_empty(images, {problem.B, problem.H, problem.W, problem.C});
-    data = data_of<T>(copy);
+    data = data_of(copy);
   }
 
   // Copies `count` images from `first` on. overlaps: whether the launch may overlap the one before it.

@@ -64,8 +64,8 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   if (problem.G == 0) zero_(grad_samples);
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
-    const A *coefficients = data_of<A>(weights), *rows = data_of<A>(grad_output), *depths = nullptr;
-    const DotsOutputs<A, A> out{mutable_data_of<A>(grad_weights), mutable_data_of<A>(grad_samples), nullptr};
+    const A *coefficients = data_of(weights), *rows = data_of(grad_output), *depths = nullptr;
+    const DotsOutputs<A, A> out{data_of(grad_weights), data_of(grad_samples), nullptr};
     in.copy_all();
     const CellCounts cells = launch_dots<true, true>(in, in.all(), coefficients, rows, depths, out);
     launch_scatter(in, cells, coefficients, rows, depths, grad_images, problem.channels_last, deterministic);
@@ -85,7 +85,7 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using In = std::decay_t<decltype(in)>;
     using A = typename In::Sum;
-    const DotsOutputs<typename In::Value, A> out{mutable_data_of<typename In::Value>(output), nullptr, nullptr};
+    const DotsOutputs<typename In::Value, A> out{data_of(output), nullptr, nullptr};
     in.copy_by_runs([&](const ImageRun& run) {
       launch_dots<true, false>(in, run, static_cast<const A*>(nullptr), data_of<A>(queries), data_of<A>(depths), out);
     });
@@ -110,10 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
   if (problem.G == 0) zero_(grad_samples), zero_(grad_depths);
   run(op, problem, scope, images, samples, [&](const auto& in) {
     using A = typename std::decay_t<decltype(in)>::Sum;
-    const A *coefficients = data_of<A>(grad_output), *rows = data_of<A>(queries), *depth_data = data_of<A>(depths);
+    const A *coefficients = data_of(grad_output), *rows = data_of(queries), *depth_data = data_of(depths);
     in.copy_all();
     launch_sum(in, in.all(), coefficients, mutable_data_of<A>(grad_queries));
-    const DotsOutputs<A, A> out{nullptr, mutable_data_of<A>(grad_samples), mutable_data_of<A>(grad_depths)};
+    const DotsOutputs<A, A> out{nullptr, data_of(grad_samples), data_of(grad_depths)};
     const CellCounts cells = launch_dots<false, true>(in, in.all(), coefficients, rows, depth_data, out);
     launch_scatter(in, cells, coefficients, rows, depth_data, grad_images, problem.channels_last, deterministic);
   });

@@ -346,17 +346,17 @@ Tensor records_by_cell(const Inputs<T, A>& in, const CellCounts& cells, int32_t*
   const Sizes& sizes = in.sizes;
   const int64_t all = in.queries() * sizes.D;
   Tensor records = new_empty(in.samples, {all * static_cast<int64_t>(sizeof(Record<A>))}, ScalarType::Byte);
-  auto* data = mutable_data_of<Record<A>>(records);
+  Record<A>* data = data_of(records);
   const int64_t piece = std::max<int64_t>(kScanThreads * kCountsPerThread, ceil_div(sizes.cells, kMaxPieces));
   launch({in.op, "scan_kernel", in.scope, {ceil_div(sizes.cells, piece), sizes.B}, kScanThreads}, scan_kernel,
-         data_of<int32_t>(cells.counts), starts, sizes.cells, piece);
+         data_of(cells.counts), starts, sizes.cells, piece);
   launch({in.op, "record_kernel", in.scope, ceil_div(all, kRecordThreads), kRecordThreads}, record_kernel<A>,
-         in.sample_data(), starts, data_of<int32_t>(cells.ranks), data, sizes);
+         in.sample_data(), starts, data_of(cells.ranks), data, sizes);
   if (!deterministic) return records;
   Tensor ordered = new_empty(in.samples, records.sizes(), ScalarType::Byte);
   const int64_t blocks = bounded_blocks(in.scope, sizes.B * sizes.cells, kOrderWarps * 4, 64);
-  launch({in.op, "order_kernel", in.scope, blocks, kOrderThreads}, order_kernel<A>, starts, data,
-         mutable_data_of<Record<A>>(ordered), sizes);
+  launch({in.op, "order_kernel", in.scope, blocks, kOrderThreads}, order_kernel<A>, starts, data, data_of(ordered),
+         sizes);
   return ordered;
 }
 
@@ -372,7 +372,7 @@ void launch_scatter(const Inputs<T, A>& in, const CellCounts& cells, const A* co
     return;
   }
   Tensor starts = new_empty(in.samples, {sizes.B * sizes.cells}, ScalarType::Int);
-  auto* start_data = mutable_data_of<int32_t>(starts);
+  int32_t* start_data = data_of(starts);
   const Tensor records = records_by_cell(in, cells, start_data, deterministic);
   Tiles tiles{static_cast<int32_t>(ceil_div(sizes.W, kTileWidth)), static_cast<int32_t>(ceil_div(sizes.H, kTileHeight)),
               static_cast<int32_t>(ceil_div(sizes.C, 32))};
@@ -389,8 +389,7 @@ void launch_scatter(const Inputs<T, A>& in, const CellCounts& cells, const A* co
          of_coefficients, of_both, sizes.G);
   const auto kernel = channels_last ? tile_kernel<T, A, true> : tile_kernel<T, A, false>;
   launch({in.op, "tile_kernel", in.scope, ceil_div(tiles.units, kTileWarps<A>), 32 * kTileWarps<A>}, kernel,
-         grouped_coefficients, grouped_rows, depths, start_data, data_of<Record<A>>(records),
-         mutable_data_of<T>(grad_images), sizes, tiles);
+         grouped_coefficients, grouped_rows, depths, start_data, data_of(records), data_of(grad_images), sizes, tiles);
 }
 
 }  // namespace
