@@ -31,7 +31,7 @@ Scratch<A> prepare(CarafeArrays<T, A>& a) {
 }  // namespace
 
 template <typename T, typename A>
-void carafe_upsample(const OnCpu&, CarafeArrays<T, A>& a) {
+void carafe_upsample(const OnDevice&, CarafeArrays<T, A>& a) {
   const auto phases = prepare(a);
   const auto run = best_kernels<CarafeKernels<T, A>>().upsample_row;
   for_rows<A>(a, a.K * (a.W + a.K - 1) + a.W,
@@ -39,7 +39,7 @@ void carafe_upsample(const OnCpu&, CarafeArrays<T, A>& a) {
 }
 
 template <typename T, typename A>
-void carafe_gradients(const OnCpu&, CarafeArrays<T, A>& a) {
+void carafe_gradients(const OnDevice&, CarafeArrays<T, A>& a) {
   const auto phases = prepare(a);
   const auto& kernels = best_kernels<CarafeKernels<T, A>>();
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1;
@@ -60,9 +60,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "carafe_backward(Tensor grad_output, Tensor features, Tensor masks, int kernel_size, int group_size,"
       " int scale_factor) -> (Tensor grad_features, Tensor grad_masks)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("carafe", TORCH_BOX(&visdet::carafe_forward<visdet::OnCpu>));
-  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward<visdet::OnCpu>));
 }

@@ -78,12 +78,16 @@ CarafeArrays<T, A> carafe_arrays(const CarafeProblem& p, const Tensor& features,
   return a;
 }
 
-// carafe_upsample(device, a) computes the output.
-template <typename Device>
-Tensor carafe_forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+// These compute the output, and both gradients.
+template <typename T, typename A>
+void carafe_upsample(const OnDevice& device, CarafeArrays<T, A>& a);
+template <typename T, typename A>
+void carafe_gradients(const OnDevice& device, CarafeArrays<T, A>& a);
+
+inline Tensor carafe_forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
   constexpr const char* op = "carafe";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
-  const Device device(op, features_in);
+  const OnDevice device(op, features_in);
   const Tensor features = dense(features_in), masks = dense(masks_in);
   Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
   if (output.numel() == 0) return output;
@@ -95,14 +99,12 @@ Tensor carafe_forward(const Tensor& features_in, const Tensor& masks_in, int64_t
   return output;
 }
 
-// carafe_gradients(device, a) computes both gradients.
-template <typename Device>
-std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
-                                           const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
+inline std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const Tensor& features_in,
+                                                  const Tensor& masks_in, int64_t K, int64_t G, int64_t s) {
   constexpr const char* op = "carafe_backward";
   const auto problem = check_carafe(op, features_in, masks_in, K, G, s);
   check_carafe_shape(op, "grad_output", grad_output_in, features_in, problem.C, s);
-  const Device device(op, features_in);
+  const OnDevice device(op, features_in);
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
   Tensor grad_features = new_like(features), grad_masks = new_like(masks);
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
@@ -114,6 +116,11 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
     carafe_gradients(device, a);
   });
   return {grad_features, grad_masks};
+}
+
+VISDET_OPERATORS(carafe, m) {
+  m.impl("carafe", TORCH_BOX(&carafe_forward));
+  m.impl("carafe_backward", TORCH_BOX(&carafe_backward));
 }
 
 }  // namespace visdet

@@ -10,9 +10,3 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "render_rays_backward(Tensor grad_output, Tensor density, Tensor origins, Tensor points, Tensor times)"
       " -> Tensor grad_density");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("cast_rays", TORCH_BOX(&visdet::cast_rays<visdet::OnCpu>));
-  m.impl("render_rays", TORCH_BOX(&visdet::render_rays<visdet::OnCpu>));
-  m.impl("render_rays_backward", TORCH_BOX(&visdet::render_rays_backward<visdet::OnCpu>));
-}

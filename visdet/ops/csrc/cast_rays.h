@@ -199,12 +199,11 @@ struct RayInputs {
 
 constexpr int64_t kCostOfRay = 4000;
 
-template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> cast_rays(const Tensor& occupancy, const Tensor& origins, const Tensor& points,
-                                             const Tensor& times) {
+inline std::tuple<Tensor, Tensor, Tensor> cast_rays(const Tensor& occupancy, const Tensor& origins,
+                                                    const Tensor& points, const Tensor& times) {
   constexpr const char* op = "cast_rays";
   const RayInputs given(op, "occupancy", occupancy, origins, points, times);
-  const Device device(op, occupancy);
+  const OnDevice device(op, occupancy);
   const int64_t B = points.size(0), N = points.size(1);
   const Tensor distances = new_empty(occupancy, {B, N}), exits = new_empty(occupancy, {B, N});
   const Tensor voxels = new_empty(occupancy, {B, N, 3}, ScalarType::Int);
@@ -214,11 +213,10 @@ std::tuple<Tensor, Tensor, Tensor> cast_rays(const Tensor& occupancy, const Tens
   return {distances, exits, voxels};
 }
 
-template <typename Device>
-Tensor render_rays(const Tensor& density, const Tensor& origins, const Tensor& points, const Tensor& times) {
+inline Tensor render_rays(const Tensor& density, const Tensor& origins, const Tensor& points, const Tensor& times) {
   constexpr const char* op = "render_rays";
   const RayInputs given(op, "density", density, origins, points, times);
-  const Device device(op, density);
+  const OnDevice device(op, density);
   const int64_t B = points.size(0), N = points.size(1);
   const Tensor output = new_empty(density, {B, N, 2});
   dispatch_sum_type(density.scalar_type(), [&]<typename A>(A) {
@@ -227,14 +225,13 @@ Tensor render_rays(const Tensor& density, const Tensor& origins, const Tensor& p
   return output;
 }
 
-template <typename Device>
-Tensor render_rays_backward(const Tensor& grad_output_in, const Tensor& density, const Tensor& origins,
-                            const Tensor& points, const Tensor& times) {
+inline Tensor render_rays_backward(const Tensor& grad_output_in, const Tensor& density, const Tensor& origins,
+                                   const Tensor& points, const Tensor& times) {
   constexpr const char* op = "render_rays_backward";
   const RayInputs given(op, "density", density, origins, points, times);
   const int64_t B = points.size(0), N = points.size(1);
   check_like(op, "grad_output", grad_output_in, {{"B", B}, {"N", N}, 2}, "density", density);
-  const Device device(op, density);
+  const OnDevice device(op, density);
   const Tensor grad_output = dense(grad_output_in);
   Tensor grad_density = new_like(given.grid);
   zero_(grad_density);
@@ -247,6 +244,12 @@ Tensor render_rays_backward(const Tensor& grad_output_in, const Tensor& density,
     device.each(count, kCostOfRay, RayGradient<A>{given.rays<A>(), data_of(grad_output), data_of(grad_density)});
   });
   return grad_density;
+}
+
+VISDET_OPERATORS(cast_rays, m) {
+  m.impl("cast_rays", TORCH_BOX(&cast_rays));
+  m.impl("render_rays", TORCH_BOX(&render_rays));
+  m.impl("render_rays_backward", TORCH_BOX(&render_rays_backward));
 }
 
 }  // namespace visdet

@@ -250,14 +250,14 @@ class Convolution {
 
 }  // namespace
 
-static void compute(const OnCpu&, const Arguments& given, Tensor& output) {
+void compute(const OnDevice&, const Arguments& given, Tensor& output) {
   dispatch_value_type(output.scalar_type(), [&]<typename T, typename A>(T, A) {
     Convolution<T, A>(given.problem, given.input, given.offset, given.mask).forward(given.weight, output);
   });
 }
 
-static void compute_gradients(const OnCpu&, const Arguments& given, const Tensor& grad_output,
-                              const GradientTensors& gradients) {
+void compute_gradients(const OnDevice&, const Arguments& given, const Tensor& grad_output,
+                       const GradientTensors& gradients) {
   dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
     Convolution<T, A>(given.problem, given.input, given.offset, given.mask)
         .backward(grad_output, given.weight, gradients.input, gradients.offset, gradients.mask, gradients.weight);
@@ -275,9 +275,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " int[] stride, int[] padding, int[] dilation, int deform_groups, int im2col_step, bool needs_input,"
       " bool needs_offset, bool needs_weight)"
       " -> (Tensor grad_input, Tensor grad_offset, Tensor grad_mask, Tensor grad_weight)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d::forward<visdet::OnCpu>));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d::backward<visdet::OnCpu>));
 }

@@ -100,33 +100,35 @@ struct GradientTensors {
   Tensor *input, *offset, *mask, *weight;
 };
 
-// compute(device, arguments, output) writes the output.
-template <typename Device>
-Tensor forward(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask, const Tensor& weight,
-               const Ints& stride, const Ints& padding, const Ints& dilation, int64_t deform_groups,
-               int64_t im2col_step) {
+// These write the output, and the gradients. grad_output is dense.
+void compute(const OnDevice& device, const Arguments& given, Tensor& output);
+void compute_gradients(const OnDevice& device, const Arguments& given, const Tensor& grad_output,
+                       const GradientTensors& gradients);
+
+inline Tensor forward(const Tensor& input, const Tensor& offset, const std::optional<Tensor>& mask,
+                      const Tensor& weight, const Ints& stride, const Ints& padding, const Ints& dilation,
+                      int64_t deform_groups, int64_t im2col_step) {
   constexpr const char* op = "deform_conv2d";
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
-  const Device device(op, input);
+  const OnDevice device(op, input);
   Tensor output = new_empty(input, {p.B, p.M, p.height, p.width});
   if (output.numel() == 0 || input.numel() == 0) return zero_(output);
   compute(device, Arguments{p, input, offset, mask, weight}, output);
   return output;
 }
 
-// compute_gradients(device, arguments, grad_output, gradients) writes the gradients. grad_output is dense.
-template <typename Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                                    const Tensor& offset, const std::optional<Tensor>& mask,
-                                                    const Tensor& weight, const Ints& stride, const Ints& padding,
-                                                    const Ints& dilation, int64_t deform_groups, int64_t im2col_step,
-                                                    bool needs_input, bool needs_offset, bool needs_weight) {
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
+                                                           const Tensor& offset, const std::optional<Tensor>& mask,
+                                                           const Tensor& weight, const Ints& stride,
+                                                           const Ints& padding, const Ints& dilation,
+                                                           int64_t deform_groups, int64_t im2col_step, bool needs_input,
+                                                           bool needs_offset, bool needs_weight) {
   constexpr const char* op = "deform_conv2d_backward";
   const auto p = check_deform_conv(op, input, offset, mask ? &*mask : nullptr, weight, stride, padding, dilation,
                                    deform_groups, im2col_step);
   check_like(op, "grad_output", grad_output, {p.B, p.M, p.height, p.width}, "input", input);
-  const Device device(op, input);
+  const OnDevice device(op, input);
   const auto gradient_of = [&](const Tensor& tensor, bool needs) {
     return needs ? new_like(tensor) : new_empty(tensor, {0});
   };
@@ -142,6 +144,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
     compute_gradients(device, Arguments{p, input, offset, mask, weight}, dense(grad_output), gradients);
   }
   return {grad_input, grad_offset, grad_mask, grad_weight};
+}
+
+VISDET_OPERATORS(deform_conv2d, m) {
+  m.impl("deform_conv2d", TORCH_BOX(&forward));
+  m.impl("deform_conv2d_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace deform_conv2d

@@ -27,7 +27,7 @@ struct SpreadToMaps {
 };
 
 template <typename A>
-void spread(const OnCpu& device, const Arrays<A>& a, const Tensor&, Tensor& grad_input, bool) {
+void spread(const OnDevice& device, const Arrays<A>& a, const Tensor&, Tensor& grad_input, bool) {
   const int64_t parts = a.parts(kTogether);
   device.each(a.B * parts, 64 * kTogether * a.N * a.bins(), SpreadToMaps<A>{{a, {data_of(grad_input)}}, parts});
 }
@@ -42,9 +42,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "deform_roi_pool_backward(Tensor grad_output, Tensor input, Tensor rois, Tensor offset, int pooled_height,"
       " int pooled_width, float spatial_scale, int sampling_ratio, float gamma, bool needs_input, bool needs_offset,"
       " bool deterministic) -> (Tensor grad_input, Tensor grad_offset)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("deform_roi_pool", TORCH_BOX(&visdet::deform_roi_pool::forward<visdet::OnCpu>));
-  m.impl("deform_roi_pool_backward", TORCH_BOX(&visdet::deform_roi_pool::backward<visdet::OnCpu>));
 }

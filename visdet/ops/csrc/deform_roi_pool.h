@@ -174,11 +174,10 @@ Arrays<A> arrays_of(const RoIAlignProblem& p, double gamma, const Tensor& input,
   return {p, bounds_of<A>(p), static_cast<A>(gamma), data_of(input), data_of(rois), data_of(offset), nullptr};
 }
 
-template <typename Device>
-Tensor forward(const Tensor& input_in, const Tensor& rois_in, const Tensor& offset_in, int64_t PH, int64_t PW,
-               double scale, int64_t sampling_ratio, double gamma) {
+inline Tensor forward(const Tensor& input_in, const Tensor& rois_in, const Tensor& offset_in, int64_t PH, int64_t PW,
+                      double scale, int64_t sampling_ratio, double gamma) {
   const auto p = check(kOp, input_in, rois_in, offset_in, PH, PW, scale, sampling_ratio);
-  const Device device(kOp, input_in);
+  const OnDevice device(kOp, input_in);
   const Tensor input = dense(input_in), rois = dense(rois_in), offset = dense(offset_in);
   Tensor output = new_empty(input, {p.N, p.C, PH, PW});
   if (output.numel() == 0) return output;
@@ -190,15 +189,18 @@ Tensor forward(const Tensor& input_in, const Tensor& rois_in, const Tensor& offs
   return output;
 }
 
-// spread(device, a, grad_output, grad_input, deterministic) adds up the gradient of input, which is 0 before.
-template <typename Device>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& input_in, const Tensor& rois_in,
-                                    const Tensor& offset_in, int64_t PH, int64_t PW, double scale,
-                                    int64_t sampling_ratio, double gamma, bool needs_input, bool needs_offset,
-                                    bool deterministic) {
+// Adds up the gradient of input, which is 0 before.
+template <typename A>
+void spread(const OnDevice& device, const Arrays<A>& a, const Tensor& grad_output, Tensor& grad_input,
+            bool deterministic);
+
+inline std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& input_in, const Tensor& rois_in,
+                                           const Tensor& offset_in, int64_t PH, int64_t PW, double scale,
+                                           int64_t sampling_ratio, double gamma, bool needs_input, bool needs_offset,
+                                           bool deterministic) {
   const auto p = check(kBackward, input_in, rois_in, offset_in, PH, PW, scale, sampling_ratio);
   check_like(kBackward, "grad_output", grad_output_in, {p.N, p.C, PH, PW}, "input", input_in);
-  const Device device(kBackward, input_in);
+  const OnDevice device(kBackward, input_in);
   const Tensor grad_output = dense(grad_output_in), input = dense(input_in), rois = dense(rois_in),
                offset = dense(offset_in);
   Tensor grad_input = needs_input ? new_like(input) : new_empty(input, {0});
@@ -216,6 +218,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
     grad_offset = sum_of_slices(slopes);
   });
   return {grad_input, grad_offset};
+}
+
+VISDET_OPERATORS(deform_roi_pool, m) {
+  m.impl("deform_roi_pool", TORCH_BOX(&forward));
+  m.impl("deform_roi_pool_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace visdet::deform_roi_pool

@@ -8,9 +8,3 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " bool needs_features, bool needs_weight) -> (Tensor grad_features, Tensor grad_weight)");
   m.def("stacked_indices(Tensor indices, Tensor sizes, Tensor groups) -> Tensor");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("gather_points", TORCH_BOX(&visdet::gather_points<visdet::OnCpu>));
-  m.impl("gather_points_backward", TORCH_BOX(&visdet::gather_points_backward<visdet::OnCpu>));
-  m.impl("stacked_indices", TORCH_BOX(&visdet::stacked_indices<visdet::OnCpu>));
-}

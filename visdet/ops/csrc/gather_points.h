@@ -250,11 +250,10 @@ struct GatherInputs {
   }
 };
 
-template <typename Device>
-Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor& weight, bool zeros_outside) {
+inline Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor& weight, bool zeros_outside) {
   constexpr const char* op = "gather_points";
   const GatherInputs given(op, features, indices, weight, zeros_outside);
-  const Device device(op, features);
+  const OnDevice device(op, features);
   const Tensor output = new_empty(features, {given.B, given.C, given.M});
   given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
     device.each(arrays.parts(), 2 * K * kChannels<K> * std::min(given.M, kPoints) + 1,
@@ -263,14 +262,13 @@ Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor
   return output;
 }
 
-template <typename Device>
-std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, const Tensor& features,
-                                                  const Tensor& indices, const Tensor& weight, bool zeros_outside,
-                                                  bool needs_features, bool needs_weight) {
+inline std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, const Tensor& features,
+                                                         const Tensor& indices, const Tensor& weight,
+                                                         bool zeros_outside, bool needs_features, bool needs_weight) {
   constexpr const char* op = "gather_points_backward";
   const GatherInputs given(op, features, indices, weight, zeros_outside);
   check_like(op, "grad_output", grad_output_in, {{"B", given.B}, {"C", given.C}, {"M", given.M}}, "features", features);
-  const Device device(op, features);
+  const OnDevice device(op, features);
   const Tensor grad_output = dense(grad_output_in);
   Tensor grad_features = needs_features ? new_like(features) : new_empty(features, {0});
   const Tensor grad_weight = needs_weight ? new_like(given.weight) : new_empty(features, {0});
@@ -294,8 +292,7 @@ std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, 
   return {grad_features, grad_weight};
 }
 
-template <typename Device>
-Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const Tensor& groups_in) {
+inline Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const Tensor& groups_in) {
   constexpr const char* op = "stacked_indices";
   check_indices(op, indices_in, {"M", "K"});
   const Tensor indices = dense(indices_in), sizes = dense(sizes_in), groups = dense(groups_in);
@@ -304,7 +301,7 @@ Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const T
   check_device(op, "sizes", sizes, "indices", indices);
   check_like(op, "groups", groups, {{"clouds", sizes.size(0)}}, "sizes", sizes);
   VISDET_CHECK(op, sizes.size(0) > 0 || indices.size(0) == 0, "sizes must have a cloud for the rows of indices");
-  const Device device(op, indices);
+  const OnDevice device(op, indices);
   const Tensor result = new_empty(indices, {indices.size(0), indices.size(1)}, ScalarType::Long);
   dispatch_index_type(indices, [&]<typename I>(I) {
     device.each(result.numel(), 8 + sizes.size(0),
@@ -312,6 +309,12 @@ Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const T
                                 data_of(result)});
   });
   return result;
+}
+
+VISDET_OPERATORS(gather_points, m) {
+  m.impl("gather_points", TORCH_BOX(&gather_points));
+  m.impl("gather_points_backward", TORCH_BOX(&gather_points_backward));
+  m.impl("stacked_indices", TORCH_BOX(&stacked_indices));
 }
 
 }  // namespace visdet

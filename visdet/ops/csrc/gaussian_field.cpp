@@ -79,7 +79,7 @@ void for_blocks(const GaussianArrays<A>& a, const F& run) {
 
 }  // namespace
 
-static void compute_distances(const OnCpu& device, const GaussianTensors& tensors, Tensor& output) {
+void compute_distances(const OnDevice& device, const GaussianTensors& tensors, Tensor& output) {
   dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(tensors);
     a.output = data_of(output);
@@ -88,8 +88,7 @@ static void compute_distances(const OnCpu& device, const GaussianTensors& tensor
   });
 }
 
-static void compute_distance_gradients(const OnCpu& device, const GaussianTensors& tensors,
-                                       GaussianGradients& gradients) {
+void compute_distance_gradients(const OnDevice& device, const GaussianTensors& tensors, GaussianGradients& gradients) {
   dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(tensors);
     add_gradients(a, gradients);
@@ -99,7 +98,7 @@ static void compute_distance_gradients(const OnCpu& device, const GaussianTensor
   });
 }
 
-static void compute_field(const OnCpu& device, const FieldTensors& tensors, Tensor& output) {
+void compute_field(const OnDevice& device, const FieldTensors& tensors, Tensor& output) {
   dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(tensors);
     a.output = data_of(output);
@@ -108,7 +107,7 @@ static void compute_field(const OnCpu& device, const FieldTensors& tensors, Tens
   });
 }
 
-static void compute_field_gradients(const OnCpu& device, const FieldTensors& tensors, GaussianGradients& gradients) {
+void compute_field_gradients(const OnDevice& device, const FieldTensors& tensors, GaussianGradients& gradients) {
   dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(tensors);
     add_gradients(a, gradients);
@@ -133,11 +132,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "gaussian_field_backward(Tensor grad_output, Tensor points, Tensor means, Tensor cholesky, Tensor weights,"
       " Tensor point_order, Tensor gaussian_order, float tolerance)"
       " -> (Tensor grad_points, Tensor grad_means, Tensor grad_cholesky, Tensor grad_weights)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::distances<visdet::OnCpu>));
-  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::distances_backward<visdet::OnCpu>));
-  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::field<visdet::OnCpu>));
-  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::field_backward<visdet::OnCpu>));
 }

@@ -138,57 +138,64 @@ struct GaussianGradients {
   }
 };
 
-// compute_distances(device, tensors, output) and compute_distance_gradients(device, tensors, gradients) write results.
-template <typename Device>
-Tensor distances(const Tensor& points, const Tensor& means, const Tensor& cholesky) {
+// These write results.
+void compute_distances(const OnDevice& device, const GaussianTensors& tensors, Tensor& output);
+void compute_distance_gradients(const OnDevice& device, const GaussianTensors& tensors, GaussianGradients& gradients);
+void compute_field(const OnDevice& device, const FieldTensors& tensors, Tensor& output);
+void compute_field_gradients(const OnDevice& device, const FieldTensors& tensors, GaussianGradients& gradients);
+
+inline Tensor distances(const Tensor& points, const Tensor& means, const Tensor& cholesky) {
   const GaussianTensors tensors("mahalanobis_distance", points, means, cholesky);
-  const Device device("mahalanobis_distance", points);
+  const OnDevice device("mahalanobis_distance", points);
   Tensor output = new_empty(points, {tensors.problem.B, tensors.problem.N});
   compute_distances(device, tensors, output);
   return output;
 }
 
-template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> distances_backward(const Tensor& grad_output, const Tensor& points,
-                                                      const Tensor& means, const Tensor& cholesky) {
+inline std::tuple<Tensor, Tensor, Tensor> distances_backward(const Tensor& grad_output, const Tensor& points,
+                                                             const Tensor& means, const Tensor& cholesky) {
   constexpr const char* op = "mahalanobis_distance_backward";
   const GaussianTensors tensors(op, points, means, cholesky);
   const GaussianProblem problem = tensors.problem;
   check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"N", problem.N}}, "points", points);
-  const Device device(op, points);
+  const OnDevice device(op, points);
   GaussianGradients gradients(grad_output, tensors);
   compute_distance_gradients(device, tensors, gradients);
   gradients.zero_empty_sums(problem);
   return {gradients.points, gradients.means, gradients.cholesky};
 }
 
-// compute_field(device, tensors, output) and compute_field_gradients(device, tensors, gradients) write results.
-template <typename Device>
-Tensor field(const Tensor& points, const Tensor& means, const Tensor& cholesky, const Tensor& weights,
-             const Tensor& point_order, const Tensor& gaussian_order, double tolerance) {
+inline Tensor field(const Tensor& points, const Tensor& means, const Tensor& cholesky, const Tensor& weights,
+                    const Tensor& point_order, const Tensor& gaussian_order, double tolerance) {
   constexpr const char* op = "gaussian_field";
   const FieldTensors tensors(op, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
-  const Device device(op, points);
+  const OnDevice device(op, points);
   Tensor output = new_empty(points, {tensors.problem.B});
   compute_field(device, tensors, output);
   return output;
 }
 
-template <typename Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor> field_backward(const Tensor& grad_output, const Tensor& points,
-                                                          const Tensor& means, const Tensor& cholesky,
-                                                          const Tensor& weights, const Tensor& point_order,
-                                                          const Tensor& gaussian_order, double tolerance) {
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> field_backward(const Tensor& grad_output, const Tensor& points,
+                                                                 const Tensor& means, const Tensor& cholesky,
+                                                                 const Tensor& weights, const Tensor& point_order,
+                                                                 const Tensor& gaussian_order, double tolerance) {
   constexpr const char* op = "gaussian_field_backward";
   const FieldTensors tensors(op, points, means, cholesky, weights, point_order, gaussian_order, tolerance);
   check_like(op, "grad_output", grad_output, {tensors.problem.B}, "points", points);
-  const Device device(op, points);
+  const OnDevice device(op, points);
   GaussianGradients gradients(grad_output, tensors);
   gradients.weights = new_like(weights);
   compute_field_gradients(device, tensors, gradients);
   gradients.zero_empty_sums(tensors.problem);
   if (tensors.problem.B == 0) zero_(gradients.weights);
   return {gradients.points, gradients.means, gradients.cholesky, gradients.weights};
+}
+
+VISDET_OPERATORS(gaussian_field, m) {
+  m.impl("mahalanobis_distance", TORCH_BOX(&distances));
+  m.impl("mahalanobis_distance_backward", TORCH_BOX(&distances_backward));
+  m.impl("gaussian_field", TORCH_BOX(&field));
+  m.impl("gaussian_field_backward", TORCH_BOX(&field_backward));
 }
 
 }  // namespace gaussian_field

@@ -9,8 +9,3 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "local_aggregate_backward(Tensor grad_output, Tensor points, Tensor gaussians, Tensor point_boxes, Tensor boxes,"
       " bool superquadrics) -> Tensor grad_gaussians");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("local_aggregate", TORCH_BOX(&visdet::local_aggregate<visdet::OnCpu>));
-  m.impl("local_aggregate_backward", TORCH_BOX(&visdet::local_aggregate_backward<visdet::OnCpu>));
-}

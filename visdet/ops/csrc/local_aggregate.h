@@ -130,9 +130,9 @@ struct Aggregate {
 };
 
 // The output, or with its gradient that of the Gaussians.
-template <typename Device>
-Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor& points_in, const Tensor& gaussians_in,
-                     const Tensor& point_boxes_in, const Tensor& boxes_in, bool superquadrics) {
+inline Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor& points_in,
+                            const Tensor& gaussians_in, const Tensor& point_boxes_in, const Tensor& boxes_in,
+                            bool superquadrics) {
   check_shape(op, "points", points_in, {"N", 3});
   check_sum_type(op, "points", points_in);
   check_like(op, "gaussians", gaussians_in, {"G", "K + C"}, "points", points_in);
@@ -144,7 +144,7 @@ Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor&
   check_like(op, "point_boxes", point_boxes, {N / kGroup + 1, kGroup + 1, 6}, "points", points);
   check_like(op, "boxes", boxes, {G / kGroup + 1, kGroup + 1, 6}, "points", points);
   if (grad_output_in) check_like(op, "grad_output", grad_output, {N, C + 1}, "points", points);
-  const Device device(op, points);
+  const OnDevice device(op, points);
   const Tensor result = grad_output_in ? new_empty(points, {kSlices, G, columns}) : new_empty(points, {N, C + 1});
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     const BoxGroups<A> of_points{N, data_of(point_boxes)};
@@ -161,17 +161,19 @@ Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor&
   return grad_output_in ? sum_of_slices(result) : result;
 }
 
-template <typename Device>
-Tensor local_aggregate(const Tensor& points, const Tensor& gaussians, const Tensor& point_boxes, const Tensor& boxes,
-                       bool superquadrics) {
-  return run_aggregate<Device>("local_aggregate", nullptr, points, gaussians, point_boxes, boxes, superquadrics);
+inline Tensor local_aggregate(const Tensor& points, const Tensor& gaussians, const Tensor& point_boxes,
+                              const Tensor& boxes, bool superquadrics) {
+  return run_aggregate("local_aggregate", nullptr, points, gaussians, point_boxes, boxes, superquadrics);
 }
 
-template <typename Device>
-Tensor local_aggregate_backward(const Tensor& grad_output, const Tensor& points, const Tensor& gaussians,
-                                const Tensor& point_boxes, const Tensor& boxes, bool superquadrics) {
-  return run_aggregate<Device>("local_aggregate_backward", &grad_output, points, gaussians, point_boxes, boxes,
-                               superquadrics);
+inline Tensor local_aggregate_backward(const Tensor& grad_output, const Tensor& points, const Tensor& gaussians,
+                                       const Tensor& point_boxes, const Tensor& boxes, bool superquadrics) {
+  return run_aggregate("local_aggregate_backward", &grad_output, points, gaussians, point_boxes, boxes, superquadrics);
+}
+
+VISDET_OPERATORS(local_aggregate, m) {
+  m.impl("local_aggregate", TORCH_BOX(&local_aggregate));
+  m.impl("local_aggregate_backward", TORCH_BOX(&local_aggregate_backward));
 }
 
 }  // namespace visdet

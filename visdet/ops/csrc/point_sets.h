@@ -175,10 +175,9 @@ inline void check_pointsets(const char* op, const Tensor& pointsets) {
   check_sum_type(op, "pointsets", pointsets);
 }
 
-template <typename Device>
-Tensor min_area_polygons(const Tensor& pointsets_in) {
+inline Tensor min_area_polygons(const Tensor& pointsets_in) {
   check_pointsets("min_area_polygons", pointsets_in);
-  const Device device("min_area_polygons", pointsets_in);
+  const OnDevice device("min_area_polygons", pointsets_in);
   const Tensor pointsets = dense(pointsets_in), polygons = new_empty(pointsets, {pointsets.size(0), 8});
   if (polygons.numel() == 0) return polygons;
   dispatch_sum_type(pointsets.scalar_type(), [&]<typename A>(A) {
@@ -187,11 +186,10 @@ Tensor min_area_polygons(const Tensor& pointsets_in) {
   return polygons;
 }
 
-template <typename Device>
-Tensor convex_iou(const Tensor& pointsets_in, const Tensor& polygons_in) {
+inline Tensor convex_iou(const Tensor& pointsets_in, const Tensor& polygons_in) {
   check_pointsets("convex_iou", pointsets_in);
   check_like("convex_iou", "polygons", polygons_in, {"K", 8}, "pointsets", pointsets_in);
-  const Device device("convex_iou", pointsets_in);
+  const OnDevice device("convex_iou", pointsets_in);
   const Tensor pointsets = dense(pointsets_in), polygons = dense(polygons_in);
   const int64_t N = pointsets.size(0), K = polygons.size(0);
   const Tensor ious = new_empty(pointsets, {N, K});
@@ -205,12 +203,11 @@ Tensor convex_iou(const Tensor& pointsets_in, const Tensor& polygons_in) {
   return ious;
 }
 
-template <typename Device>
-std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const Tensor& polygons_in) {
+inline std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const Tensor& polygons_in) {
   check_pointsets("convex_giou", pointsets_in);
   const int64_t N = pointsets_in.size(0);
   check_like("convex_giou", "polygons", polygons_in, {N, 8}, "pointsets", pointsets_in);
-  const Device device("convex_giou", pointsets_in);
+  const OnDevice device("convex_giou", pointsets_in);
   const Tensor pointsets = dense(pointsets_in), polygons = dense(polygons_in);
   const Tensor gious = new_empty(pointsets, {N}), gradients = new_empty(pointsets, {N, 18});
   if (N == 0) return {gious, gradients};
@@ -221,13 +218,12 @@ std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const Tensor&
   return {gious, gradients};
 }
 
-template <typename Device>
-Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
+inline Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
   constexpr const char* op = "nearest_points";
   check_shape(op, "points", points_in, {"B", "N", 2});
   check_sum_type(op, "points", points_in);
   check_like(op, "others", others_in, {{"B", points_in.size(0)}, "M", 2}, "points", points_in);
-  const Device device(op, points_in);
+  const OnDevice device(op, points_in);
   const Tensor points = dense(points_in), others = dense(others_in);
   const int64_t B = points.size(0), N = points.size(1), M = others.size(1);
   const Tensor index = new_empty(points, {B, N}, ScalarType::Int);
@@ -235,6 +231,13 @@ Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
     device.each(B * N, 8 * M + 1, NearestPoint<A>{N, M, data_of(points), data_of(others), data_of(index)});
   });
   return index;
+}
+
+VISDET_OPERATORS(point_sets, m) {
+  m.impl("min_area_polygons", TORCH_BOX(&min_area_polygons));
+  m.impl("convex_iou", TORCH_BOX(&convex_iou));
+  m.impl("convex_giou", TORCH_BOX(&convex_giou));
+  m.impl("nearest_points", TORCH_BOX(&nearest_points));
 }
 
 }  // namespace visdet

@@ -106,14 +106,14 @@ struct VoxelOfPoint {
 };
 
 // Writes FirstBox or AllBoxes into the result.
-template <template <typename> typename Compute, typename Device>
+template <template <typename> typename Compute>
 Tensor in_boxes(const char* op, const Tensor& points_in, const Tensor& boxes_in) {
   constexpr bool is_first = std::is_same_v<Compute<float>, FirstBox<float>>;
   check_shape(op, "points", points_in, {"B", "N", 3});
   check_sum_type(op, "points", points_in);
   check_like(op, "boxes", boxes_in, {points_in.size(0), "M", 7}, "points", points_in);
   const int64_t B = points_in.size(0), N = points_in.size(1), M = boxes_in.size(1);
-  const Device device(op, points_in);
+  const OnDevice device(op, points_in);
   const Tensor points = dense(points_in), boxes = dense(boxes_in);
   const Tensor heading = call("aten::select", "int", boxes_in, int64_t{2}, int64_t{6});
   const Tensor cosine = dense(call("aten::cos", "", heading)), sine = dense(call("aten::sin", "", heading));
@@ -126,23 +126,20 @@ Tensor in_boxes(const char* op, const Tensor& points_in, const Tensor& boxes_in)
   return result;
 }
 
-template <typename Device>
-Tensor points_in_boxes_part(const Tensor& points, const Tensor& boxes) {
-  return in_boxes<FirstBox, Device>("points_in_boxes_part", points, boxes);
+inline Tensor points_in_boxes_part(const Tensor& points, const Tensor& boxes) {
+  return in_boxes<FirstBox>("points_in_boxes_part", points, boxes);
 }
 
-template <typename Device>
-Tensor points_in_boxes_all(const Tensor& points, const Tensor& boxes) {
-  return in_boxes<AllBoxes, Device>("points_in_boxes_all", points, boxes);
+inline Tensor points_in_boxes_all(const Tensor& points, const Tensor& boxes) {
+  return in_boxes<AllBoxes>("points_in_boxes_all", points, boxes);
 }
 
-template <typename Device>
-Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons_in) {
+inline Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons_in) {
   constexpr const char* op = "points_in_polygons";
   check_shape(op, "points", points_in, {"N", 2});
   check_sum_type(op, "points", points_in);
   check_like(op, "polygons", polygons_in, {"M", 8}, "points", points_in);
-  const Device device(op, points_in);
+  const OnDevice device(op, points_in);
   const Tensor points = dense(points_in), polygons = dense(polygons_in);
   const Tensor result = new_empty(points, {points.size(0), polygons.size(0)}, ScalarType::Float);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
@@ -152,15 +149,14 @@ Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons_in) {
   return result;
 }
 
-template <typename Device>
-Tensor dynamic_voxelize(const Tensor& points, const Tensor& voxel_size_in, const Tensor& range_in) {
+inline Tensor dynamic_voxelize(const Tensor& points, const Tensor& voxel_size_in, const Tensor& range_in) {
   constexpr const char* op = "dynamic_voxelize";
   check_shape(op, "points", points, {"N", "D"});
   check_sum_type(op, "points", points);
   const int64_t N = points.size(0), D = points.size(1);
   check_like(op, "voxel_size", voxel_size_in, {D}, "points", points);
   check_like(op, "coors_range", range_in, {2 * D}, "points", points);
-  const Device device(op, points);
+  const OnDevice device(op, points);
   const Tensor voxel_size = dense(voxel_size_in), range = dense(range_in);
   const Tensor voxels = new_empty(points, {N, D}, ScalarType::Int);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
@@ -169,6 +165,13 @@ Tensor dynamic_voxelize(const Tensor& points, const Tensor& voxel_size_in, const
                                 data_of(range), data_of(voxels)});
   });
   return voxels;
+}
+
+VISDET_OPERATORS(points_inside, m) {
+  m.impl("points_in_boxes_part", TORCH_BOX(&points_in_boxes_part));
+  m.impl("points_in_boxes_all", TORCH_BOX(&points_in_boxes_all));
+  m.impl("points_in_polygons", TORCH_BOX(&points_in_polygons));
+  m.impl("dynamic_voxelize", TORCH_BOX(&dynamic_voxelize));
 }
 
 }  // namespace visdet

@@ -63,7 +63,7 @@ std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, 
 }  // namespace
 
 template <typename T, typename A>
-void pool_to_maxima(const OnCpu&, const RoIPoolArrays<T>& a, const A* rois, A scale) {
+void pool_to_maxima(const OnDevice&, const RoIPoolArrays<T>& a, const A* rois, A scale) {
   const int64_t bins = a.PH * a.PW;
   const Scratch<int32_t> intervals(a.N * 2 * (a.PH + a.PW));
   const auto images = sort_regions<A>(a, rois, scale, intervals.data());
@@ -77,7 +77,7 @@ void pool_to_maxima(const OnCpu&, const RoIPoolArrays<T>& a, const A* rois, A sc
 }
 
 template <typename T, typename A>
-void scatter_to_maxima(const OnCpu&, const RoIPoolProblem& p, const T* grad_output, const A* rois,
+void scatter_to_maxima(const OnDevice&, const RoIPoolProblem& p, const T* grad_output, const A* rois,
                        const int32_t* argmax, A* sums) {
   const int64_t bins = p.PH * p.PW, pixels = p.H * p.W;
   torch::stable::parallel_for(0, p.C, 1, [&](int64_t begin, int64_t end) {
@@ -104,9 +104,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "roi_pool_backward(Tensor grad_output, Tensor rois, Tensor argmax, int B, int H, int W)"
       " -> Tensor grad_input");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool_forward<visdet::OnCpu>));
-  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward<visdet::OnCpu>));
 }

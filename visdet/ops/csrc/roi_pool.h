@@ -54,10 +54,12 @@ struct RoIPoolKernels {
 
 namespace visdet {
 
-// pool_to_maxima(device, a, rois, scale) computes the maxima and where they are.
-template <typename Device>
-std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW,
-                                            double spatial_scale) {
+// Computes the maxima and where they are.
+template <typename T, typename A>
+void pool_to_maxima(const OnDevice& device, const RoIPoolArrays<T>& a, const A* rois, A scale);
+
+inline std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH,
+                                                   int64_t PW, double spatial_scale) {
   constexpr const char* op = "roi_pool";
   check_shape(op, "input", input_in, {"B", "C", "H", "W"});
   check_shape(op, "rois", rois_in, {"N", 5});
@@ -65,7 +67,7 @@ std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor
   const RoIPoolProblem problem{
       input_in.size(0), input_in.size(1), input_in.size(2), input_in.size(3), rois_in.size(0), PH, PW};
   check_roi_sizes(op, problem);
-  const Device device(op, input_in);
+  const OnDevice device(op, input_in);
   const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
@@ -77,10 +79,13 @@ std::tuple<Tensor, Tensor> roi_pool_forward(const Tensor& input_in, const Tensor
   return {output, argmax};
 }
 
-// scatter_to_maxima(device, problem, grad_output, rois, argmax, sums) adds up the gradient, which is 0 before.
-template <typename Device>
-Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
-                         int64_t H, int64_t W) {
+// Adds up the gradient, which is 0 before.
+template <typename T, typename A>
+void scatter_to_maxima(const OnDevice& device, const RoIPoolProblem& p, const T* grad_output, const A* rois,
+                       const int32_t* argmax, A* sums);
+
+inline Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tensor& argmax_in, int64_t B,
+                                int64_t H, int64_t W) {
   constexpr const char* op = "roi_pool_backward";
   check_shape(op, "rois", rois_in, {"N", 5});
   check_rois(op, rois_in, grad_output_in);
@@ -91,7 +96,7 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
   VISDET_CHECK(op, argmax_in.scalar_type() == ScalarType::Int, "argmax must be int32, got ", dtype_text(argmax_in));
   check_device(op, "argmax", argmax_in, "grad_output", grad_output_in);
   check_roi_sizes(op, problem);
-  const Device device(op, grad_output_in);
+  const OnDevice device(op, grad_output_in);
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
@@ -101,6 +106,11 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
                       mutable_data_of<A>(grad_input));
   });
   return grad_input;
+}
+
+VISDET_OPERATORS(roi_pool, m) {
+  m.impl("roi_pool", TORCH_BOX(&roi_pool_forward));
+  m.impl("roi_pool_backward", TORCH_BOX(&roi_pool_backward));
 }
 
 }  // namespace visdet

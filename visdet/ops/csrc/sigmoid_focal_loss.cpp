@@ -6,7 +6,7 @@
 namespace visdet {
 
 template <bool GRAD, typename T, typename A>
-void compute_focal(const OnCpu&, const FocalArrays<T, A>& a) {
+void compute_focal(const OnDevice&, const FocalArrays<T, A>& a) {
   constexpr int64_t kElements = 1 << 13;  // of one piece of work
   const auto& kernels = best_kernels<FocalKernels<T, A>>();
   const auto run = GRAD ? kernels.gradients : kernels.losses;
@@ -21,9 +21,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "sigmoid_focal_loss_backward(Tensor grad_output, Tensor input, Tensor target, Tensor weight, float gamma,"
       " float alpha) -> Tensor grad_input");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
-  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::focal_loss<visdet::OnCpu>));
-  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::focal_loss_backward<visdet::OnCpu>));
 }

@@ -65,13 +65,16 @@ inline bool is_one_number(const Tensor& tensor) {
   return true;
 }
 
-// compute_focal<GRAD>(device, a) computes the losses, or their gradients.
-template <typename Device, bool GRAD>
+// Computes the losses, or their gradients.
+template <bool GRAD, typename T, typename A>
+void compute_focal(const OnDevice& device, const FocalArrays<T, A>& a);
+
+template <bool GRAD>
 Tensor run_focal(const char* op, const Tensor* grad_output_in, const Tensor& input_in, const Tensor& target_in,
                  const Tensor& weight_in, double gamma, double alpha) {
   const auto problem = check_sigmoid_focal_loss(op, input_in, target_in, weight_in);
   if (GRAD) check_like(op, "grad_output", *grad_output_in, {problem.N, problem.C}, "input", input_in);
-  const Device device(op, input_in);
+  const OnDevice device(op, input_in);
   const Tensor input = dense(input_in), target = dense(target_in), weight = dense(weight_in);
   Tensor output = new_empty(input, {problem.N, problem.C});
   if (output.numel() == 0) return output;
@@ -91,15 +94,18 @@ Tensor run_focal(const char* op, const Tensor* grad_output_in, const Tensor& inp
   return output;
 }
 
-template <typename Device>
-Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
-  return run_focal<Device, false>("sigmoid_focal_loss", nullptr, input, target, weight, gamma, alpha);
+inline Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& weight, double gamma, double alpha) {
+  return run_focal<false>("sigmoid_focal_loss", nullptr, input, target, weight, gamma, alpha);
 }
 
-template <typename Device>
-Tensor focal_loss_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target, const Tensor& weight,
-                           double gamma, double alpha) {
-  return run_focal<Device, true>("sigmoid_focal_loss_backward", &grad_output, input, target, weight, gamma, alpha);
+inline Tensor focal_loss_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                                  const Tensor& weight, double gamma, double alpha) {
+  return run_focal<true>("sigmoid_focal_loss_backward", &grad_output, input, target, weight, gamma, alpha);
+}
+
+VISDET_OPERATORS(sigmoid_focal_loss, m) {
+  m.impl("sigmoid_focal_loss", TORCH_BOX(&focal_loss));
+  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&focal_loss_backward));
 }
 
 }  // namespace visdet

@@ -7,10 +7,9 @@
 //     VISDET_HOST_DEVICE void operator()(int64_t i) const { halves[i] = values[i] / 2; }
 //   };
 //
-//   template <typename Device>
-//   Tensor half(const Tensor& values_in) {
+//   inline Tensor half(const Tensor& values_in) {
 //     const Tensor halves = check_half(values_in);
-//     const Device device("half", values_in);
+//     const OnDevice device("half", values_in);
 //     const Tensor values = dense(values_in);
 //     dispatch_sum_type(values.scalar_type(), [&]<typename A>(A) {
 //       device.each(halves.numel(), 1, Half<A>{data_of(values), data_of(halves)});
@@ -18,20 +17,23 @@
 //     return halves;
 //   }
 //
-// Both stand in <op>.h. <op>.cpp registers half<OnCpu>, and cuda/<op>.cu half<OnGpu>. No two results share memory, so
-// that the number of threads changes nothing.
+//   VISDET_OPERATORS(half, m) { m.impl("half", TORCH_BOX(&half)); }
+//
+// All of it stands in <op>.h. VISDET_OPERATORS registers the functions for tensors of the CPU where <op>.cpp includes
+// the header, and for those of CUDA where cuda/<op>.cu does; OnDevice is the kind of device. No two results share
+// memory, so that the number of threads changes nothing.
 //
 // Other operators check their arguments and make their tensors in such functions, too (roi_pool.h). What they compute
-// is then a function with an overload for OnCpu in <op>.cpp and one for OnGpu in cuda/<op>.cu, which the compiler finds
-// in the namespace of its arguments.
+// is then a function that the header declares, and that <op>.cpp and cuda/<op>.cu define.
 #pragma once
 
 #include "common/box_overlap.h"  // VISDET_HOST_DEVICE
 #include "common/checks.h"
 #if defined(__CUDACC__)
 #include "common/launch.h"
+#include "common/values.cuh"
 #else
-#include <algorithm>
+#include "cpu/dispatch.h"
 #endif
 
 namespace visdet {
@@ -45,24 +47,25 @@ __global__ void __launch_bounds__(128) each_kernel(int64_t count, const F comput
   if (i < count) compute(i);
 }
 
-struct OnGpu {
+struct OnDevice {
   const char* op;
   DeviceScope scope;
 
-  OnGpu(const char* op, const Tensor& tensor) : op(op), scope(tensor) {}
+  OnDevice(const char* op, const Tensor& tensor) : op(op), scope(tensor) {}
 
   template <typename F>
   void each(int64_t count, int64_t, const F& compute) const {
     launch({op, "each_kernel", scope, ceil_div(count, 128), 128}, each_kernel<F>, count, compute);
   }
 };
+#define VISDET_OPERATORS VISDET_CUDA_OPERATORS
 
 #else
 
-struct OnCpu {
+struct OnDevice {
   const char* op;
 
-  OnCpu(const char* op, const Tensor&) : op(op) {}
+  OnDevice(const char* op, const Tensor&) : op(op) {}
 
   // Calls compute(i) for every i below `count`. cost: of one call, in additions or so.
   template <typename F>
@@ -73,6 +76,7 @@ struct OnCpu {
     });
   }
 };
+#define VISDET_OPERATORS(op, m) STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m)
 
 #endif
 

@@ -163,7 +163,7 @@ int64_t blocks_of(const CarafeProblem& p, const CarafeSizes& z) { return p.B * p
 namespace visdet {
 
 template <typename T, typename A>
-void carafe_upsample(const OnGpu& device, const CarafeArrays<T, A>& a) {
+void carafe_upsample(const OnDevice& device, CarafeArrays<T, A>& a) {
   using namespace carafe;
   const CarafeSizes sizes = sizes_of(device.op, a, a.H * a.W * a.s * a.s, a.C / a.G, kChannels);
   launch({device.op, "upsample_kernel", device.scope, blocks_of(a, sizes), kThreads}, upsample_kernel<T, A>, a.features,
@@ -171,7 +171,7 @@ void carafe_upsample(const OnGpu& device, const CarafeArrays<T, A>& a) {
 }
 
 template <typename T, typename A>
-void carafe_gradients(const OnGpu& device, const CarafeArrays<T, A>& a) {
+void carafe_gradients(const OnDevice& device, CarafeArrays<T, A>& a) {
   using namespace carafe;
   const int64_t map = a.H * a.W;
   const CarafeSizes by_channels = sizes_of(device.op, a, map, a.C / a.G, kChannels),
@@ -183,8 +183,3 @@ void carafe_gradients(const OnGpu& device, const CarafeArrays<T, A>& a) {
 }
 
 }  // namespace visdet
-
-VISDET_CUDA_OPERATORS(carafe, m) {
-  m.impl("carafe", TORCH_BOX(&visdet::carafe_forward<visdet::OnGpu>));
-  m.impl("carafe_backward", TORCH_BOX(&visdet::carafe_backward<visdet::OnGpu>));
-}

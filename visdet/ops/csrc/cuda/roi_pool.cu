@@ -75,14 +75,14 @@ __global__ void __launch_bounds__(kThreads)
 namespace visdet {
 
 template <typename T, typename A>
-void pool_to_maxima(const OnGpu& device, const RoIPoolArrays<T>& a, const A* rois, A scale) {
+void pool_to_maxima(const OnDevice& device, const RoIPoolArrays<T>& a, const A* rois, A scale) {
   using namespace roi_pool;
   launch({device.op, "pool_kernel", device.scope, ceil_div(a.N * a.C * a.PH * a.PW, kThreads), kThreads},
          pool_kernel<T, A>, a.input, rois, a.output, a.argmax, a, scale);
 }
 
 template <typename T, typename A>
-void scatter_to_maxima(const OnGpu& device, const RoIPoolProblem& p, const T* grad_output, const A* rois,
+void scatter_to_maxima(const OnDevice& device, const RoIPoolProblem& p, const T* grad_output, const A* rois,
                        const int32_t* argmax, A* sums) {
   using namespace roi_pool;
   launch({device.op, "scatter_kernel", device.scope, ceil_div(p.N * p.C * p.PH * p.PW, kThreads), kThreads},
@@ -90,8 +90,3 @@ void scatter_to_maxima(const OnGpu& device, const RoIPoolProblem& p, const T* gr
 }
 
 }  // namespace visdet
-
-VISDET_CUDA_OPERATORS(roi_pool, m) {
-  m.impl("roi_pool", TORCH_BOX(&visdet::roi_pool_forward<visdet::OnGpu>));
-  m.impl("roi_pool_backward", TORCH_BOX(&visdet::roi_pool_backward<visdet::OnGpu>));
-}

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
 namespace visdet {
 
 template <bool GRAD, typename T, typename A>
-void compute_focal(const OnGpu& device, const FocalArrays<T, A>& a) {
+void compute_focal(const OnDevice& device, const FocalArrays<T, A>& a) {
   using namespace sigmoid_focal_loss;
   constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
   const bool one_number = a.grad_step == 0;
@@ -81,8 +81,3 @@ void compute_focal(const OnGpu& device, const FocalArrays<T, A>& a) {
 }
 
 }  // namespace visdet
-
-VISDET_CUDA_OPERATORS(sigmoid_focal_loss, m) {
-  m.impl("sigmoid_focal_loss", TORCH_BOX(&visdet::focal_loss<visdet::OnGpu>));
-  m.impl("sigmoid_focal_loss_backward", TORCH_BOX(&visdet::focal_loss_backward<visdet::OnGpu>));
-}

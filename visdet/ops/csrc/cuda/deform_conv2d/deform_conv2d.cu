@@ -89,20 +89,15 @@ constexpr Path<Call> kBackwardPaths[] = {
 
 }  // namespace
 
-static void compute(const OnGpu& device, const Arguments& given, Tensor& output) {
+void compute(const OnDevice& device, const Arguments& given, Tensor& output) {
   check_sizes(device.op, given.problem);
   run_first(device.op, kForwardPaths, Call{given, device.op, device.scope, &output});
 }
 
-static void compute_gradients(const OnGpu& device, const Arguments& given, const Tensor& grad_output,
-                              const GradientTensors& gradients) {
+void compute_gradients(const OnDevice& device, const Arguments& given, const Tensor& grad_output,
+                       const GradientTensors& gradients) {
   check_sizes(device.op, given.problem);
   run_first(device.op, kBackwardPaths, Call{given, device.op, device.scope, nullptr, &grad_output, gradients});
 }
 
 }  // namespace visdet::deform_conv2d
-
-VISDET_CUDA_OPERATORS(deform_conv2d, m) {
-  m.impl("deform_conv2d", TORCH_BOX(&visdet::deform_conv2d::forward<visdet::OnGpu>));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&visdet::deform_conv2d::backward<visdet::OnGpu>));
-}

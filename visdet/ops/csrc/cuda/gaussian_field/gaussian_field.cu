@@ -62,7 +62,7 @@ constexpr Path<BackwardCall> kBackwardPaths[] = {
 
 }  // namespace
 
-static void compute_field(const OnGpu& device, const FieldTensors& tensors, Tensor& output) {
+void compute_field(const OnDevice& device, const FieldTensors& tensors, Tensor& output) {
   if (tensors.problem.B == 0) return;
   if (tensors.problem.N == 0) {
     zero_(output);
@@ -71,16 +71,9 @@ static void compute_field(const OnGpu& device, const FieldTensors& tensors, Tens
   run_first(device.op, kForwardPaths, ForwardCall{{tensors, device.op, device.scope}, output});
 }
 
-static void compute_field_gradients(const OnGpu& device, const FieldTensors& tensors, GaussianGradients& gradients) {
+void compute_field_gradients(const OnDevice& device, const FieldTensors& tensors, GaussianGradients& gradients) {
   if (tensors.problem.B == 0 || tensors.problem.N == 0) return;
   run_first(device.op, kBackwardPaths, BackwardCall{{tensors, device.op, device.scope}, gradients});
 }
 
 }  // namespace visdet::gaussian_field
-
-VISDET_CUDA_OPERATORS(gaussian_field, m) {
-  m.impl("mahalanobis_distance", TORCH_BOX(&visdet::gaussian_field::distances<visdet::OnGpu>));
-  m.impl("mahalanobis_distance_backward", TORCH_BOX(&visdet::gaussian_field::distances_backward<visdet::OnGpu>));
-  m.impl("gaussian_field", TORCH_BOX(&visdet::gaussian_field::field<visdet::OnGpu>));
-  m.impl("gaussian_field_backward", TORCH_BOX(&visdet::gaussian_field::field_backward<visdet::OnGpu>));
-}

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-static void compute_distances(const OnGpu& device, const GaussianTensors& tensors, Tensor& output) {
+void compute_distances(const OnDevice& device, const GaussianTensors& tensors, Tensor& output) {
   if (output.numel() == 0) return;
   const int64_t columns = ceil_div(tensors.problem.N, kThreads);
   dispatch_sum_type(output.scalar_type(), [&]<typename A>(A) {
@@ -67,8 +67,7 @@ static void compute_distances(const OnGpu& device, const GaussianTensors& tensor
   });
 }
 
-static void compute_distance_gradients(const OnGpu& device, const GaussianTensors& tensors,
-                                       GaussianGradients& gradients) {
+void compute_distance_gradients(const OnDevice& device, const GaussianTensors& tensors, GaussianGradients& gradients) {
   if (gradients.grad_output.numel() == 0) return;
   dispatch_sum_type(tensors.points.scalar_type(), [&]<typename A>(A) {
     const auto in = inputs_of<A>(tensors);

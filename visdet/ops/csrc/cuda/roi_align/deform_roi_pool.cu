@@ -5,7 +5,7 @@
 namespace visdet::deform_roi_pool {
 
 template <typename A>
-void spread(const OnGpu& device, const Arrays<A>& a, const Tensor& grad_output, Tensor& grad_input,
+void spread(const OnDevice& device, const Arrays<A>& a, const Tensor& grad_output, Tensor& grad_input,
             bool deterministic) {
   const auto add = [&](const auto& sums) {
     device.each(a.N * a.parts(kTogether) * a.bins(), 0, Spread<A, std::decay_t<decltype(sums)>>{a, sums});
@@ -16,8 +16,3 @@ void spread(const OnGpu& device, const Arrays<A>& a, const Tensor& grad_output, 
 }
 
 }  // namespace visdet::deform_roi_pool
-
-VISDET_CUDA_OPERATORS(deform_roi_pool, m) {
-  m.impl("deform_roi_pool", TORCH_BOX(&visdet::deform_roi_pool::forward<visdet::OnGpu>));
-  m.impl("deform_roi_pool_backward", TORCH_BOX(&visdet::deform_roi_pool::backward<visdet::OnGpu>));
-}
