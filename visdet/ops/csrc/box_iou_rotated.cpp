@@ -1,4 +1,4 @@
-// box_iou_rotated: the contract, its schema, and its function for CPU tensors.
+// box_iou_rotated: the contract, its schema, and what it computes on the CPU.
 //
 // boxes1 [M, D] and boxes2 [N, D], both float32 or both float64. D = 5: (x, y, w, h, angle); D = 8: (x1, y1, ..., x4,
 // y4); see common/box_overlap.h. mode: 0 the IoU, 1 the intersection over the area of the box of boxes1, 2 the area of
@@ -7,9 +7,7 @@
 
 #include <vector>
 
-#include "cpu/dispatch.h"
-
-namespace visdet {
+namespace visdet::box_iou_rotated {
 namespace {
 
 constexpr int64_t kPairsOfThread = 4096;  // fewer do not repay a thread
@@ -24,8 +22,11 @@ std::vector<Quadrilateral> quadrilaterals_of(const Tensor& boxes) {
   return all;
 }
 
-template <typename A, bool ROTATED>
-void write_overlaps(const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode, bool is_aligned, A* to) {
+}  // namespace
+
+template <bool ROTATED, typename A>
+void write_overlaps(const OnDevice&, const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode, bool is_aligned,
+                    A* to) {
   const auto all1 = quadrilaterals_of<A, ROTATED>(boxes1), all2 = quadrilaterals_of<A, ROTATED>(boxes2);
   const int64_t M = boxes1.size(0), N = is_aligned ? 1 : boxes2.size(0);
   torch::stable::parallel_for(0, M, ceil_of(kPairsOfThread, N), [&](int64_t begin, int64_t end) {
@@ -36,22 +37,8 @@ void write_overlaps(const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode
   });
 }
 
-Tensor box_iou_rotated(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, bool is_aligned) {
-  Tensor overlaps = check_box_iou_rotated(boxes1_in, boxes2_in, mode, is_aligned);
-  if (overlaps.numel() == 0) return overlaps;
-  const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
-  dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
-    const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
-    write(boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, data_of(overlaps));
-  });
-  return overlaps;
-}
-
-}  // namespace
-}  // namespace visdet
+}  // namespace visdet::box_iou_rotated
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def("box_iou_rotated(Tensor boxes1, Tensor boxes2, int mode, bool is_aligned) -> Tensor");
 }
-
-STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) { m.impl("box_iou_rotated", TORCH_BOX(&visdet::box_iou_rotated)); }

@@ -32,27 +32,33 @@ struct FurthestKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
-#include "common/checks.h"
+#include "common/each.h"
 
-namespace visdet {
+namespace visdet::furthest_point_sample {
 
-// Returns the result, uninitialised.
-inline Tensor check_furthest_point_sample(const Tensor& points, int64_t num_points, bool is_table) {
+// Writes the samples, of which there are some.
+template <typename A>
+void sample_furthest(const OnDevice& device, const Tensor& points, const FurthestArrays<A>& a);
+
+inline Tensor forward(const Tensor& points_in, int64_t num_points, bool is_table) {
   constexpr const char* op = "furthest_point_sample";
-  check_shape(op, "points", points, {"B", "N", "3 or N"});
-  check_sum_type(op, "points", points);
-  const int64_t B = points.size(0), N = points.size(1);
-  check_shape(op, "points", points, {B, N, is_table ? N : 3});
+  check_shape(op, "points", points_in, {"B", "N", "3 or N"});
+  check_sum_type(op, "points", points_in);
+  const int64_t B = points_in.size(0), N = points_in.size(1);
+  check_shape(op, "points", points_in, {B, N, is_table ? N : 3});
   VISDET_CHECK(op, N <= INT32_MAX, "points must be fewer than 2^31, got ", N);
   VISDET_CHECK(op, num_points >= 0 && (num_points == 0 || N > 0), "num_points must be ", N > 0 ? "0 or more" : "0",
                " for ", N, " points, got ", num_points);
-  return new_empty(points, {B, num_points}, ScalarType::Int);
+  const OnDevice device(op, points_in);
+  const Tensor points = dense(points_in), samples = new_empty(points, {B, num_points}, ScalarType::Int);
+  if (samples.numel() == 0) return samples;
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
+    sample_furthest(device, points, FurthestArrays<A>{N, num_points, is_table, data_of(points), data_of(samples)});
+  });
+  return samples;
 }
 
-template <typename A>
-FurthestArrays<A> furthest_arrays(const Tensor& points, const Tensor& samples, bool is_table) {
-  return {points.size(1), samples.size(1), is_table, data_of(points), data_of(samples)};
-}
+VISDET_OPERATORS(furthest_point_sample, m) { m.impl("furthest_point_sample", TORCH_BOX(&forward)); }
 
-}  // namespace visdet
+}  // namespace visdet::furthest_point_sample
 #endif

@@ -54,9 +54,15 @@ struct NearestKernels {
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
 #include <tuple>
 
-#include "common/checks.h"
+#include "common/each.h"
 
-namespace visdet {
+namespace visdet::point_neighbours {
+
+// These write the results, which are not empty.
+template <typename A>
+void search(const OnDevice& device, const BallArrays<A>& a);
+template <typename A>
+void search(const OnDevice& device, const NearestArrays<A>& a);
 
 inline void check_clouds(const char* op, const Tensor& points, const Tensor& centers) {
   check_shape(op, "xyz", points, {"B", "N", 3});
@@ -65,34 +71,42 @@ inline void check_clouds(const char* op, const Tensor& points, const Tensor& cen
   VISDET_CHECK(op, points.size(1) <= INT32_MAX, "xyz must have fewer than 2^31 points, got ", points.size(1));
 }
 
-// Both functions return the results, uninitialised.
-inline Tensor check_ball_query(const Tensor& points, const Tensor& centers, int64_t count) {
-  check_clouds("ball_query", points, centers);
-  VISDET_CHECK("ball_query", count >= 0, "sample_num must be 0 or more, got ", count);
-  return new_empty(points, {points.size(0), centers.size(1), count}, ScalarType::Int);
+inline Tensor ball_query(const Tensor& points_in, const Tensor& centers_in, double low, double high, int64_t count,
+                         bool is_stacked) {
+  constexpr const char* op = "ball_query";
+  check_clouds(op, points_in, centers_in);
+  VISDET_CHECK(op, count >= 0, "sample_num must be 0 or more, got ", count);
+  const OnDevice device(op, points_in);
+  const Tensor points = dense(points_in), centers = dense(centers_in);
+  const int64_t B = points.size(0), N = points.size(1), M = centers.size(1);
+  const Tensor index = new_empty(points, {B, M, count}, ScalarType::Int);
+  if (index.numel() == 0) return index;
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
+    search(device, BallArrays<A>{B, N, M, count, is_stacked, static_cast<A>(low), static_cast<A>(high), data_of(points),
+                                 data_of(centers), data_of(index)});
+  });
+  return index;
 }
 
-inline std::tuple<Tensor, Tensor> check_knn(const Tensor& points, const Tensor& centers, int64_t k) {
-  check_clouds("knn", points, centers);
-  VISDET_CHECK("knn", k >= 1 && k <= kMaxNeighbours, "k must be 1 to ", kMaxNeighbours, ", got ", k);
-  const int64_t B = points.size(0), M = centers.size(1);
-  return {new_empty(points, {B, M, k}, ScalarType::Int), new_empty(points, {B, M, k})};
+inline std::tuple<Tensor, Tensor> knn(const Tensor& points_in, const Tensor& centers_in, int64_t k) {
+  constexpr const char* op = "knn";
+  check_clouds(op, points_in, centers_in);
+  VISDET_CHECK(op, k >= 1 && k <= kMaxNeighbours, "k must be 1 to ", kMaxNeighbours, ", got ", k);
+  const OnDevice device(op, points_in);
+  const Tensor points = dense(points_in), centers = dense(centers_in);
+  const int64_t B = points.size(0), N = points.size(1), M = centers.size(1);
+  const Tensor index = new_empty(points, {B, M, k}, ScalarType::Int), distances = new_empty(points, {B, M, k});
+  if (index.numel() == 0) return {index, distances};
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
+    search(device, NearestArrays<A>{B, N, M, k, data_of(points), data_of(centers), data_of(index), data_of(distances)});
+  });
+  return {index, distances};
 }
 
-// The inputs are dense.
-template <typename A>
-BallArrays<A> ball_arrays(const Tensor& points, const Tensor& centers, double low, double high, bool is_stacked,
-                          const Tensor& index) {
-  return {points.size(0),      points.size(1),       centers.size(1), index.size(2),    is_stacked,
-          static_cast<A>(low), static_cast<A>(high), data_of(points), data_of(centers), data_of(index)};
+VISDET_OPERATORS(point_neighbours, m) {
+  m.impl("ball_query", TORCH_BOX(&ball_query));
+  m.impl("knn", TORCH_BOX(&knn));
 }
 
-template <typename A>
-NearestArrays<A> nearest_arrays(const Tensor& points, const Tensor& centers, const Tensor& index,
-                                const Tensor& distances) {
-  return {points.size(0),  points.size(1),   centers.size(1), index.size(2),
-          data_of(points), data_of(centers), data_of(index),  data_of(distances)};
-}
-
-}  // namespace visdet
+}  // namespace visdet::point_neighbours
 #endif

@@ -5,7 +5,6 @@
 namespace visdet::box_iou_rotated {
 namespace {
 
-constexpr const char* kOp = "box_iou_rotated";
 constexpr int kThreads = 128;
 constexpr int kRows = 16;  // boxes of boxes1 that a block compares with each of its boxes of boxes2
 
@@ -38,32 +37,19 @@ __global__ void __launch_bounds__(kThreads) aligned_kernel(const A* __restrict__
   overlaps[m] = overlap_of<A, ROTATED>(box_at<A, ROTATED>(boxes1, m), box_at<A, ROTATED>(boxes2, m), mode);
 }
 
-template <typename A, bool ROTATED>
-void write_overlaps(const DeviceScope& scope, const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode,
+}  // namespace
+
+template <bool ROTATED, typename A>
+void write_overlaps(const OnDevice& device, const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode,
                     bool is_aligned, A* to) {
   const int64_t M = boxes1.size(0), N = boxes2.size(0);
   if (is_aligned) {
-    launch({kOp, "aligned_kernel", scope, ceil_div(M, kThreads), kThreads}, aligned_kernel<A, ROTATED>, data_of(boxes1),
-           data_of(boxes2), M, mode, to);
+    launch({device.op, "aligned_kernel", device.scope, ceil_div(M, kThreads), kThreads}, aligned_kernel<A, ROTATED>,
+           data_of(boxes1), data_of(boxes2), M, mode, to);
   } else {
-    launch({kOp, "pairs_kernel", scope, ceil_div(N, kThreads) * ceil_div(M, kRows), kThreads}, pairs_kernel<A, ROTATED>,
-           data_of(boxes1), data_of(boxes2), M, N, mode, to);
+    launch({device.op, "pairs_kernel", device.scope, ceil_div(N, kThreads) * ceil_div(M, kRows), kThreads},
+           pairs_kernel<A, ROTATED>, data_of(boxes1), data_of(boxes2), M, N, mode, to);
   }
 }
 
-Tensor forward(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, bool is_aligned) {
-  Tensor overlaps = check_box_iou_rotated(boxes1_in, boxes2_in, mode, is_aligned);
-  const DeviceScope scope(boxes1_in);
-  const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
-  if (overlaps.numel() == 0) return overlaps;
-  dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
-    const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
-    write(scope, boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, data_of(overlaps));
-  });
-  return overlaps;
-}
-
-}  // namespace
 }  // namespace visdet::box_iou_rotated
-
-VISDET_CUDA_OPERATORS(box_iou_rotated, m) { m.impl("box_iou_rotated", TORCH_BOX(&visdet::box_iou_rotated::forward)); }
