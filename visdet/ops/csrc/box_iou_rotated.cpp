@@ -29,11 +29,9 @@ void write_overlaps(const OnDevice&, const Tensor& boxes1, const Tensor& boxes2,
                     A* to) {
   const auto all1 = quadrilaterals_of<A, ROTATED>(boxes1), all2 = quadrilaterals_of<A, ROTATED>(boxes2);
   const int64_t M = boxes1.size(0), N = is_aligned ? 1 : boxes2.size(0);
-  torch::stable::parallel_for(0, M, ceil_of(kPairsOfThread, N), [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      const Quadrilateral* others = all2.data() + (is_aligned ? m : 0);
-      for (int64_t n = 0; n < N; ++n) to[m * N + n] = overlap_of<A, ROTATED>(all1[m], others[n], mode);
-    }
+  parallel_each(M, ceil_of(kPairsOfThread, N), [&](int64_t m) {
+    const Quadrilateral* others = all2.data() + (is_aligned ? m : 0);
+    for (int64_t n = 0; n < N; ++n) to[m * N + n] = overlap_of<A, ROTATED>(all1[m], others[n], mode);
   });
 }
 

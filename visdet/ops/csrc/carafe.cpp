@@ -10,12 +10,8 @@ namespace {
 // Calls run(b, g, h, scratch) for every row of every group; each thread has a scratch of `numbers`.
 template <typename A, typename Arrays, typename F>
 void for_rows(const Arrays& a, int64_t numbers, const F& run) {
-  torch::stable::parallel_for(0, a.B * a.G * a.H, 1, [&](int64_t begin, int64_t end) {
-    const Scratch<A> scratch(numbers);
-    for (int64_t task = begin; task < end; ++task) {
-      run(task / (a.G * a.H), task / a.H % a.G, task % a.H, scratch.data());
-    }
-  });
+  parallel_each<A>(a.B * a.G * a.H, 1, numbers,
+                   [&](A* scratch, int64_t task) { run(task / (a.G * a.H), task / a.H % a.G, task % a.H, scratch); });
 }
 
 // Returns the memory of the masks by phase, which it fills.
@@ -43,10 +39,8 @@ void carafe_gradients(const OnDevice&, CarafeArrays<T, A>& a) {
   const auto phases = prepare(a);
   const auto& kernels = best_kernels<CarafeKernels<T, A>>();
   const int64_t taps = a.K * a.K, stride = a.W + a.K - 1;
-  torch::stable::parallel_for(0, a.B * a.C, 1, [&](int64_t begin, int64_t end) {
-    const Scratch<A> scratch((a.H + a.K - 1) * stride + a.W);
-    for (int64_t map = begin; map < end; ++map) kernels.grad_features_map(a, scratch.data(), map / a.C, map % a.C);
-  });
+  parallel_each<A>(a.B * a.C, 1, (a.H + a.K - 1) * stride + a.W,
+                   [&](A* scratch, int64_t map) { kernels.grad_features_map(a, scratch, map / a.C, map % a.C); });
   for_rows<A>(a, a.K * stride + a.W, [&](int64_t b, int64_t g, int64_t h, A* scratch) {
     kernels.grad_masks_row(a, a.phases + ((b * a.G + g) * a.H + h) * a.s * a.s * taps * a.W, scratch, b, g, h);
     kernels.phases_to_masks(a, b, g, h);

@@ -18,11 +18,9 @@ constexpr int64_t kPixels = 256;                     // of a task that copies im
 template <typename F>
 void for_pixels(int64_t B, int64_t map, const F& run) {
   const int64_t parts = ceil_of(map, kPixels);
-  parallel_for(0, B * parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % parts * kPixels;
-      run(task / parts, first, std::min(first + kPixels, map));
-    }
+  parallel_each(B * parts, 1, [&](int64_t task) {
+    const int64_t first = task % parts * kPixels;
+    run(task / parts, first, std::min(first + kPixels, map));
   });
 }
 
@@ -146,18 +144,16 @@ class Convolution {
     const int64_t terms = a.terms(), columns = TRANSPOSED ? terms : a.per_output,
                   rows = TRANSPOSED ? a.per_output : terms, panels = ceil_of(columns, P);
     Scratch<A> matrix(a.groups * panels * rows * P);
-    parallel_for(0, a.groups * panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % panels * P, here = std::min(P, columns - first);
-        const T* kernel = kernels + task / panels * a.per_output * terms;
-        A* to = matrix.data() + task * rows * P;
-        for (int64_t row = 0; row < rows; ++row, to += P) {
-          for (int64_t j = 0; j < here; ++j) {
-            const int64_t m = TRANSPOSED ? row : first + j, t = TRANSPOSED ? first + j : row;
-            to[j] = to_accumulate(kernel[m * terms + in_kernel_[static_cast<size_t>(t)]]);
-          }
-          std::fill(to + here, to + P, A(0));
+    parallel_each(a.groups * panels, 1, [&](int64_t task) {
+      const int64_t first = task % panels * P, here = std::min(P, columns - first);
+      const T* kernel = kernels + task / panels * a.per_output * terms;
+      A* to = matrix.data() + task * rows * P;
+      for (int64_t row = 0; row < rows; ++row, to += P) {
+        for (int64_t j = 0; j < here; ++j) {
+          const int64_t m = TRANSPOSED ? row : first + j, t = TRANSPOSED ? first + j : row;
+          to[j] = to_accumulate(kernel[m * terms + in_kernel_[static_cast<size_t>(t)]]);
         }
+        std::fill(to + here, to + P, A(0));
       }
     });
     return matrix;
@@ -186,11 +182,8 @@ class Convolution {
   void make_gradients() {
     const int64_t tile = std::min(this->tile(), a.count);
     const auto run = best_kernels<DeformConvKernels<T, A>>().backward_tile;
-    parallel_for(0, ceil_of(a.count, tile), 1, [&](int64_t begin, int64_t end) {
-      const Scratch<A> scratch(a.backward_scratch(tile));
-      for (int64_t task = begin; task < end; ++task) {
-        run(a, scratch.data(), task * tile, std::min(tile, a.count - task * tile));
-      }
+    parallel_each<A>(ceil_of(a.count, tile), 1, a.backward_scratch(tile), [&](A* scratch, int64_t task) {
+      run(a, scratch, task * tile, std::min(tile, a.count - task * tile));
     });
   }
 
@@ -201,37 +194,29 @@ class Convolution {
     const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
     const int64_t bands = std::min(a.H, ceil_of(wanted, parts));
     const auto run = best_kernels<DeformConvKernels<T, A>>().add_to_pixels;
-    parallel_for(0, parts * bands, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t band = task % bands, slice = task / bands % slices, g = task / (bands * slices) % a.G;
-        const int64_t b = b0 + task / (bands * slices * a.G);
-        const int64_t t0 = std::max<int64_t>(0, b * a.blocks - a.first);
-        const int64_t t1 = std::min(a.count, (b + 1) * a.blocks - a.first);
-        run(a, b, t0, t1, g, slice * kAtOnce, std::min((slice + 1) * kAtOnce, a.lines), a.H * band / bands * a.W,
-            a.H * (band + 1) / bands * a.W);
-      }
+    parallel_each(parts * bands, 1, [&](int64_t task) {
+      const int64_t band = task % bands, slice = task / bands % slices, g = task / (bands * slices) % a.G;
+      const int64_t b = b0 + task / (bands * slices * a.G);
+      const int64_t t0 = std::max<int64_t>(0, b * a.blocks - a.first);
+      const int64_t t1 = std::min(a.count, (b + 1) * a.blocks - a.first);
+      run(a, b, t0, t1, g, slice * kAtOnce, std::min((slice + 1) * kAtOnce, a.lines), a.H * band / bands * a.W,
+          a.H * (band + 1) / bands * a.W);
     });
   }
 
   void add_to_sums() {
     const auto run = best_kernels<DeformConvKernels<T, A>>().add_to_weight;
-    parallel_for(0, a.groups * a.pairs, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) run(a, task / a.pairs, task % a.pairs);
-    });
+    parallel_each(a.groups * a.pairs, 1, [&](int64_t task) { run(a, task / a.pairs, task % a.pairs); });
   }
 
   void unpack_grad_weight(T* to) const {
     const int64_t terms = a.terms(), tiles = a.tiles();
-    parallel_for(0, a.M, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; ++m) {
-        const int64_t group = m / a.per_output, tile = m % a.per_output / kRows, row = m % a.per_output % kRows;
-        for (int64_t t = 0; t < terms; ++t) {
-          const int64_t slot = slot_[static_cast<size_t>(group * terms + t)],
-                        lane = a.term_offset[group * terms + t] % L;
-          const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
-          from_accumulate(from[(slot % 2 * kRows + row) * L + lane],
-                          to[m * terms + in_kernel_[static_cast<size_t>(t)]]);
-        }
+    parallel_each(a.M, 1, [&](int64_t m) {
+      const int64_t group = m / a.per_output, tile = m % a.per_output / kRows, row = m % a.per_output % kRows;
+      for (int64_t t = 0; t < terms; ++t) {
+        const int64_t slot = slot_[static_cast<size_t>(group * terms + t)], lane = a.term_offset[group * terms + t] % L;
+        const A* from = a.grad_weight + ((group * a.pairs + slot / 2) * tiles + tile) * kTile<A>;
+        from_accumulate(from[(slot % 2 * kRows + row) * L + lane], to[m * terms + in_kernel_[static_cast<size_t>(t)]]);
       }
     });
   }

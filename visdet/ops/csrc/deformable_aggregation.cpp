@@ -72,10 +72,7 @@ Tensor aggregate(const Tensor& features_in, const Tensor* depths_in, const Tenso
     auto a = arrays_of<T, TW, A>(problem, features, depths, level_shapes, level_starts, locations, weights);
     a.output = data_of(output);
     const auto run = best_kernels<DeformableAggregationKernels<T, TW>>().forward_row;
-    torch::stable::parallel_for(0, problem.B * problem.Q, kRowGrain, [&](int64_t begin, int64_t end) {
-      Scratch<A> acc(problem.C);
-      for (int64_t row = begin; row < end; ++row) run(a, acc.data(), row);
-    });
+    parallel_each<A>(problem.B * problem.Q, kRowGrain, problem.C, [&](A* sums, int64_t row) { run(a, sums, row); });
   });
   return output;
 }

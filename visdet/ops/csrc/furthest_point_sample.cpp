@@ -5,10 +5,9 @@ namespace visdet::furthest_point_sample {
 
 template <typename A>
 void sample_furthest(const OnDevice&, const Tensor& points, const FurthestArrays<A>& a) {
-  torch::stable::parallel_for(0, points.size(0), 1, [&](int64_t begin, int64_t end) {
-    const Scratch<A> scratch(kFurthestScratch * (a.N + kAnyLanes));
-    for (int64_t b = begin; b < end; ++b) best_kernels<FurthestKernels<A>>().sample(a, b, scratch.data());
-  });
+  const auto run = best_kernels<FurthestKernels<A>>().sample;
+  parallel_each<A>(points.size(0), 1, kFurthestScratch * (a.N + kAnyLanes),
+                   [&](A* scratch, int64_t b) { run(a, b, scratch); });
 }
 
 }  // namespace visdet::furthest_point_sample

@@ -16,7 +16,7 @@ constexpr int64_t kGrain = 1 << 15;
 template <typename A>
 Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
   const auto& kernels = best_kernels<GaussianKernels<A>>();
-  const int64_t count = (a.N + kernels.lanes - 1) / kernels.lanes;
+  const int64_t count = ceil_of(a.N, kernels.lanes);
   Scratch<A> blocks(count * kernels.block);
   a.blocks = blocks.data();
   std::atomic<int64_t> bad{-1};
@@ -63,18 +63,14 @@ GaussianArrays<A> field_arrays(const FieldTensors& tensors) {
 template <typename A, typename F>
 void for_points(const GaussianArrays<A>& a, const F& run) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.N));
-  torch::stable::parallel_for(0, a.B, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) run(a, b);
-  });
+  parallel_each(a.B, grain, [&](int64_t b) { run(a, b); });
 }
 
 template <typename A, typename F>
 void for_blocks(const GaussianArrays<A>& a, const F& run) {
   const int64_t lanes = best_kernels<GaussianKernels<A>>().lanes;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.B * lanes));
-  torch::stable::parallel_for(0, (a.N + lanes - 1) / lanes, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) run(a, block);
-  });
+  parallel_each(ceil_of(a.N, lanes), grain, [&](int64_t block) { run(a, block); });
 }
 
 }  // namespace

@@ -45,12 +45,8 @@ void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, cons
     a.gathered = !std::is_same<T, A>::value || pays_to_gather(problem);
     if (!a.gathered) zero_(grad_value);
     const auto run = best_kernels<MsDeformAttnBackward<T, A>>().head;
-    torch::stable::parallel_for(0, problem.B * problem.G, 1, [&](int64_t begin, int64_t end) {
-      Scratch<A> scratch(backward_scratch(a));
-      for (int64_t task = begin; task < end; ++task) {
-        run(a, scratch.data(), task / problem.G, task % problem.G);
-      }
-    });
+    parallel_each<A>(problem.B * problem.G, 1, backward_scratch(a),
+                     [&](A* scratch, int64_t task) { run(a, scratch, task / problem.G, task % problem.G); });
   });
 }
 

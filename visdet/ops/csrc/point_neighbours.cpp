@@ -16,15 +16,11 @@ template <typename Arrays, typename A>
 void for_each_center(const Arrays& a, void (*find)(const Arrays&, int64_t, const A*, int64_t)) {
   const int64_t stride = ceil_of(a.N, kAnyLanes) * kAnyLanes, grain = ceil_of(kPairsOfThread, stride + 1);
   const Scratch<A> columns(a.B * 3 * stride);
-  torch::stable::parallel_for(0, a.B, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      lay_out_points(a.points + b * 3 * a.N, a.N, stride, std::numeric_limits<A>::quiet_NaN(),
-                     columns.data() + b * 3 * stride);
-    }
+  parallel_each(a.B, grain, [&](int64_t b) {
+    lay_out_points(a.points + b * 3 * a.N, a.N, stride, std::numeric_limits<A>::quiet_NaN(),
+                   columns.data() + b * 3 * stride);
   });
-  torch::stable::parallel_for(0, a.B * a.M, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) find(a, c, columns.data() + c / a.M * 3 * stride, stride);
-  });
+  parallel_each(a.B * a.M, grain, [&](int64_t c) { find(a, c, columns.data() + c / a.M * 3 * stride, stride); });
 }
 
 }  // namespace

@@ -29,13 +29,11 @@ Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
     return copy;
   }
   const auto run = best_kernels<SampleLayout<T, typename AccumulateType<T>::type>>().transpose_values;
-  const int64_t tasks = (pixels + kCopyPixels - 1) / kCopyPixels;
-  torch::stable::parallel_for(0, problem.B * tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t b = task / tasks, first = (task - b * tasks) * kCopyPixels, remaining = pixels - first;
-      run(from + b * C * pixels + first, pixels, to + (b * pixels + first) * pixel, pixel, C,
-          std::min(remaining, kCopyPixels));
-    }
+  const int64_t tasks = ceil_of(pixels, kCopyPixels);
+  parallel_each(problem.B * tasks, 1, [&](int64_t task) {
+    const int64_t b = task / tasks, first = (task - b * tasks) * kCopyPixels, remaining = pixels - first;
+    run(from + b * C * pixels + first, pixels, to + (b * pixels + first) * pixel, pixel, C,
+        std::min(remaining, kCopyPixels));
   });
   return copy;
 }
@@ -54,10 +52,8 @@ SampleArrays<T, A> arrays_of(const SampleProblem& problem, const Tensor& images,
 template <typename T, typename A>
 void run_sum(const SampleArrays<T, A>& a) {
   const auto run = best_kernels<SampleSum<T, A>>().query;
-  torch::stable::parallel_for(0, a.B * a.Q, kGrain, [&](int64_t begin, int64_t end) {
-    Scratch<SampleCorners<A>> list(a.D + 1);
-    for (int64_t query = begin; query < end; ++query) run(a, list.data(), query);
-  });
+  parallel_each<SampleCorners<A>>(a.B * a.Q, kGrain, a.D + 1,
+                                  [&](SampleCorners<A>* list, int64_t query) { run(a, list, query); });
 }
 
 template <typename T, typename A>
@@ -78,13 +74,11 @@ Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, co
   T* to = data_of(grad);
   const auto& kernels = best_kernels<SampleScatter<T, A>>();
   const auto& layout = best_kernels<SampleLayout<T, A>>();
-  const int64_t chunks = (a.C + kChunk - 1) / kChunk, pixels = a.H * a.W, queries = a.B * a.Q;
+  const int64_t chunks = ceil_of(a.C, kChunk), pixels = a.H * a.W, queries = a.B * a.Q;
   const Scratch<SampleCorners<A>> lists(queries * (a.D + 1));  // every chunk of an image reads them
   const Scratch<int64_t> counts(queries);
-  torch::stable::parallel_for(0, queries, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t query = begin; query < end; ++query) {
-      counts.data()[query] = kernels.list(a, query, lists.data() + query * (a.D + 1));
-    }
+  parallel_each(queries, kGrain, [&](int64_t query) {
+    counts.data()[query] = kernels.list(a, query, lists.data() + query * (a.D + 1));
   });
   torch::stable::parallel_for(0, a.B * chunks, 1, [&](int64_t begin, int64_t end) {
     Scratch<A> scratch(a.G * kChunk + (a.C - a.K) * a.D), sums(pixels * kChunk);

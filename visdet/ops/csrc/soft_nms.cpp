@@ -89,12 +89,10 @@ std::tuple<Tensor, Tensor> soft_nms(const Tensor& boxes_in, const Tensor& scores
     settings.iou_threshold = static_cast<A>(iou_threshold), settings.sigma = static_cast<A>(sigma);
     settings.min_score = static_cast<A>(min_score), settings.offset = static_cast<A>(offset);
     std::vector<Remaining<A>> remaining(classes.starts.size() - 1);
-    torch::stable::parallel_for(0, static_cast<int64_t>(remaining.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) {
-        SoftNmsArrays<A> a = settings;
-        a.N = classes.starts[c + 1] - classes.starts[c];
-        remaining[c] = run_soft_nms<A>(data_of(boxes), data_of(scores), &classes.members[classes.starts[c]], a);
-      }
+    parallel_each(static_cast<int64_t>(remaining.size()), 1, [&](int64_t c) {
+      SoftNmsArrays<A> a = settings;
+      a.N = classes.starts[c + 1] - classes.starts[c];
+      remaining[c] = run_soft_nms<A>(data_of(boxes), data_of(scores), &classes.members[classes.starts[c]], a);
     });
     int64_t M = 0;
     for (const auto& of_class : remaining) M += static_cast<int64_t>(of_class.keep.size());

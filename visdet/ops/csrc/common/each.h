@@ -71,9 +71,7 @@ struct OnDevice {
   template <typename F>
   void each(int64_t count, int64_t cost, const F& compute) const {
     constexpr int64_t kCostOfThread = 1 << 16;  // less does not repay a thread
-    torch::stable::parallel_for(0, count, std::max<int64_t>(kCostOfThread / cost, 1), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) compute(i);
-    });
+    parallel_each(count, std::max<int64_t>(kCostOfThread / cost, 1), compute);
   }
 };
 #define VISDET_OPERATORS(op, m) STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m)
