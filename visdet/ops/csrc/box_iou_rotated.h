@@ -13,8 +13,7 @@ void write_overlaps(const OnDevice& device, const Tensor& boxes1, const Tensor& 
 
 inline Tensor forward(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, bool is_aligned) {
   constexpr const char* op = "box_iou_rotated";
-  check_shape(op, "boxes1", boxes1_in, {"M", "D"});
-  check_sum_type(op, "boxes1", boxes1_in);
+  check_sums(op, "boxes1", boxes1_in, {"M", "D"});
   const int64_t M = boxes1_in.size(0), D = boxes1_in.size(1);
   VISDET_CHECK(op, D == 5 || D == 8, "boxes1 must have 5 or 8 columns, got ", D);
   check_like(op, "boxes2", boxes2_in, {is_aligned ? Dimension(M) : "N", D}, "boxes1", boxes1_in);

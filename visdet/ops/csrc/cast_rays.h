@@ -178,16 +178,13 @@ struct RayInputs {
   RayInputs(const char* op, const char* name, const Tensor& grid_in, const Tensor& origins_in, const Tensor& points_in,
             const Tensor& times_in)
       : grid(dense(grid_in)), origins(dense(origins_in)), points(dense(points_in)), times(dense(times_in)) {
-    check_shape(op, name, grid, {"B", "T", "D", "H", "W"});
-    check_sum_type(op, name, grid);
+    check_sums(op, name, grid, {"B", "T", "D", "H", "W"});
     const int64_t B = grid.size(0), T = grid.size(1);
     check_like(op, "origins", origins, {{"B", B}, "S", 3}, name, grid);
     VISDET_CHECK(op, T == 1 || T == origins.size(1), name, " must have 1 or ", origins.size(1),
                  " grids of an image, got ", T);
     check_like(op, "points", points, {{"B", B}, "N", 3}, name, grid);
-    check_shape(op, "times", times, {{"B", B}, {"N", points.size(1)}});
-    check_int64(op, "times", times);
-    check_device(op, "times", times, name, grid);
+    check_typed(op, "times", times, {{"B", B}, {"N", points.size(1)}}, ScalarType::Long, name, grid);
   }
 
   template <typename A>

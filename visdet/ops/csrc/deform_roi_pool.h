@@ -157,8 +157,7 @@ struct Slope {
 
 inline RoIAlignProblem check(const char* op, const Tensor& input, const Tensor& rois, const Tensor& offset, int64_t PH,
                              int64_t PW, double scale, int64_t sampling_ratio) {
-  check_shape(op, "input", input, {"B", "C", "H", "W"});
-  check_sum_type(op, "input", input);
+  check_sums(op, "input", input, {"B", "C", "H", "W"});
   check_shape(op, "rois", rois, {"N", 5});
   const RoIAlignProblem p{input.size(0), input.size(1),  input.size(2), input.size(3), rois.size(0), PH, PW,
                           scale,         sampling_ratio, true};

@@ -48,13 +48,11 @@ inline FusedAggregationProblem check_deformable_aggregation_fused(const Tensor& 
     check_shape(op, "logits", logits, {{"B", B}, {"Q", Q}, {"V", V}, {"L", L}, {"P", P}, "G"});
   }
   if (has_keep) {
-    check_shape(op, "keep", keep, {{"B", B}, {"Q", Q}, {"V", V}, {"P", P}});
-    VISDET_CHECK(op, keep.scalar_type() == ScalarType::Bool, "keep must be bool, got ", dtype_text(keep));
+    check_typed(op, "keep", keep, {{"B", B}, {"Q", Q}, {"V", V}, {"P", P}}, ScalarType::Bool, "features", features);
   }
   check_accumulate_type(op, "logits", logits, "features", features.scalar_type(), true);
   check_device(op, "logits", logits, "features", features);
   check_device(op, "camera_logits", camera_logits, "features", features);
-  check_device(op, "keep", keep, "features", features);
   return {B, Q, V, L, P, logits.size(logits.dim() - 1), has_camera, has_keep};
 }
 

@@ -42,8 +42,7 @@ void sample_furthest(const OnDevice& device, const Tensor& points, const Furthes
 
 inline Tensor forward(const Tensor& points_in, int64_t num_points, bool is_table) {
   constexpr const char* op = "furthest_point_sample";
-  check_shape(op, "points", points_in, {"B", "N", "3 or N"});
-  check_sum_type(op, "points", points_in);
+  check_sums(op, "points", points_in, {"B", "N", "3 or N"});
   const int64_t B = points_in.size(0), N = points_in.size(1);
   check_shape(op, "points", points_in, {B, N, is_table ? N : 3});
   VISDET_CHECK(op, N <= INT32_MAX, "points must be fewer than 2^31, got ", N);

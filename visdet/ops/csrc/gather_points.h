@@ -296,9 +296,7 @@ inline Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, 
   constexpr const char* op = "stacked_indices";
   check_indices(op, indices_in, {"M", "K"});
   const Tensor indices = dense(indices_in), sizes = dense(sizes_in), groups = dense(groups_in);
-  check_shape(op, "sizes", sizes, {"clouds"});
-  VISDET_CHECK(op, sizes.scalar_type() == ScalarType::Int, "sizes must be int32, got ", dtype_text(sizes));
-  check_device(op, "sizes", sizes, "indices", indices);
+  check_typed(op, "sizes", sizes, {"clouds"}, ScalarType::Int, "indices", indices);
   check_like(op, "groups", groups, {{"clouds", sizes.size(0)}}, "sizes", sizes);
   VISDET_CHECK(op, sizes.size(0) > 0 || indices.size(0) == 0, "sizes must have a cloud for the rows of indices");
   const OnDevice device(op, indices);

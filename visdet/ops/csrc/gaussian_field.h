@@ -96,8 +96,7 @@ struct GaussianTensors {
 
   GaussianTensors(const char* op, const Tensor& points_in, const Tensor& means_in, const Tensor& cholesky_in)
       : points(dense(points_in)), means(dense(means_in)), cholesky(dense(cholesky_in)) {
-    check_shape(op, "points", points, {"B", 3});
-    check_sum_type(op, "points", points);
+    check_sums(op, "points", points, {"B", 3});
     check_like(op, "means", means, {"N", 3}, "points", points);
     problem = {points.size(0), means.size(0)};
     check_like(op, "cholesky", cholesky, {{"N", problem.N}, 3, 3}, "points", points);

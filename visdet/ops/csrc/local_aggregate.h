@@ -133,8 +133,7 @@ struct Aggregate {
 inline Tensor run_aggregate(const char* op, const Tensor* grad_output_in, const Tensor& points_in,
                             const Tensor& gaussians_in, const Tensor& point_boxes_in, const Tensor& boxes_in,
                             bool superquadrics) {
-  check_shape(op, "points", points_in, {"N", 3});
-  check_sum_type(op, "points", points_in);
+  check_sums(op, "points", points_in, {"N", 3});
   check_like(op, "gaussians", gaussians_in, {"G", "K + C"}, "points", points_in);
   const int64_t N = points_in.size(0), G = gaussians_in.size(0), columns = gaussians_in.size(1);
   const int64_t C = columns - (superquadrics ? 14 : 12);

@@ -24,23 +24,13 @@ namespace visdet {
 inline void check_nms(const Tensor& boxes, const Tensor& scores, const std::optional<Tensor>& classes,
                       const std::optional<Tensor>& is_candidate) {
   constexpr const char* op = "nms";
-  check_shape(op, "boxes", boxes, {"N", "D"});
-  check_sum_type(op, "boxes", boxes);
+  check_sums(op, "boxes", boxes, {"N", "D"});
   const int64_t N = boxes.size(0), D = boxes.size(1);
   VISDET_CHECK(op, D == 4 || D == 5 || D == 8, "boxes must have 4, 5 or 8 columns, got ", D);
   VISDET_CHECK(op, N < INT32_MAX - 64, "boxes must be fewer than 2^31 - 64, got ", N);
   check_like(op, "scores", scores, {N}, "boxes", boxes);
-  if (classes) {
-    check_shape(op, "classes", *classes, {N});
-    check_int64(op, "classes", *classes);
-    check_device(op, "classes", *classes, "boxes", boxes);
-  }
-  if (is_candidate) {
-    check_shape(op, "is_candidate", *is_candidate, {N});
-    VISDET_CHECK(op, is_candidate->scalar_type() == ScalarType::Bool, "is_candidate must be bool, got ",
-                 dtype_text(*is_candidate));
-    check_device(op, "is_candidate", *is_candidate, "boxes", boxes);
-  }
+  if (classes) check_typed(op, "classes", *classes, {N}, ScalarType::Long, "boxes", boxes);
+  if (is_candidate) check_typed(op, "is_candidate", *is_candidate, {N}, ScalarType::Bool, "boxes", boxes);
 }
 
 }  // namespace visdet

@@ -65,8 +65,7 @@ template <typename A>
 void search(const OnDevice& device, const NearestArrays<A>& a);
 
 inline void check_clouds(const char* op, const Tensor& points, const Tensor& centers) {
-  check_shape(op, "xyz", points, {"B", "N", 3});
-  check_sum_type(op, "xyz", points);
+  check_sums(op, "xyz", points, {"B", "N", 3});
   check_like(op, "center_xyz", centers, {points.size(0), "M", 3}, "xyz", points);
   VISDET_CHECK(op, points.size(1) <= INT32_MAX, "xyz must have fewer than 2^31 points, got ", points.size(1));
 }

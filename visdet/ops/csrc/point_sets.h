@@ -171,8 +171,7 @@ struct NearestPoint {
 };
 
 inline void check_pointsets(const char* op, const Tensor& pointsets) {
-  check_shape(op, "pointsets", pointsets, {"N", 18});
-  check_sum_type(op, "pointsets", pointsets);
+  check_sums(op, "pointsets", pointsets, {"N", 18});
 }
 
 inline Tensor min_area_polygons(const Tensor& pointsets_in) {
@@ -220,8 +219,7 @@ inline std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const 
 
 inline Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
   constexpr const char* op = "nearest_points";
-  check_shape(op, "points", points_in, {"B", "N", 2});
-  check_sum_type(op, "points", points_in);
+  check_sums(op, "points", points_in, {"B", "N", 2});
   check_like(op, "others", others_in, {{"B", points_in.size(0)}, "M", 2}, "points", points_in);
   const OnDevice device(op, points_in);
   const Tensor points = dense(points_in), others = dense(others_in);

@@ -109,8 +109,7 @@ struct VoxelOfPoint {
 template <template <typename> typename Compute>
 Tensor in_boxes(const char* op, const Tensor& points_in, const Tensor& boxes_in) {
   constexpr bool is_first = std::is_same_v<Compute<float>, FirstBox<float>>;
-  check_shape(op, "points", points_in, {"B", "N", 3});
-  check_sum_type(op, "points", points_in);
+  check_sums(op, "points", points_in, {"B", "N", 3});
   check_like(op, "boxes", boxes_in, {points_in.size(0), "M", 7}, "points", points_in);
   const int64_t B = points_in.size(0), N = points_in.size(1), M = boxes_in.size(1);
   const OnDevice device(op, points_in);
@@ -136,8 +135,7 @@ inline Tensor points_in_boxes_all(const Tensor& points, const Tensor& boxes) {
 
 inline Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons_in) {
   constexpr const char* op = "points_in_polygons";
-  check_shape(op, "points", points_in, {"N", 2});
-  check_sum_type(op, "points", points_in);
+  check_sums(op, "points", points_in, {"N", 2});
   check_like(op, "polygons", polygons_in, {"M", 8}, "points", points_in);
   const OnDevice device(op, points_in);
   const Tensor points = dense(points_in), polygons = dense(polygons_in);
@@ -151,8 +149,7 @@ inline Tensor points_in_polygons(const Tensor& points_in, const Tensor& polygons
 
 inline Tensor dynamic_voxelize(const Tensor& points, const Tensor& voxel_size_in, const Tensor& range_in) {
   constexpr const char* op = "dynamic_voxelize";
-  check_shape(op, "points", points, {"N", "D"});
-  check_sum_type(op, "points", points);
+  check_sums(op, "points", points, {"N", "D"});
   const int64_t N = points.size(0), D = points.size(1);
   check_like(op, "voxel_size", voxel_size_in, {D}, "points", points);
   check_like(op, "coors_range", range_in, {2 * D}, "points", points);

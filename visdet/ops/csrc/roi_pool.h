@@ -92,9 +92,8 @@ inline Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois
   check_shape(op, "grad_output", grad_output_in, {rois_in.size(0), "C", "PH", "PW"});
   const RoIPoolProblem problem{
       B, grad_output_in.size(1), H, W, rois_in.size(0), grad_output_in.size(2), grad_output_in.size(3)};
-  check_shape(op, "argmax", argmax_in, {problem.N, problem.C, problem.PH, problem.PW});
-  VISDET_CHECK(op, argmax_in.scalar_type() == ScalarType::Int, "argmax must be int32, got ", dtype_text(argmax_in));
-  check_device(op, "argmax", argmax_in, "grad_output", grad_output_in);
+  check_typed(op, "argmax", argmax_in, {problem.N, problem.C, problem.PH, problem.PW}, ScalarType::Int, "grad_output",
+              grad_output_in);
   check_roi_sizes(op, problem);
   const OnDevice device(op, grad_output_in);
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in), argmax = dense(argmax_in);

@@ -47,12 +47,10 @@ namespace visdet {
 inline FocalProblem check_sigmoid_focal_loss(const char* op, const Tensor& input, const Tensor& target,
                                              const Tensor& weight) {
   check_values(op, "input", input, {"N", "C"});
-  check_shape(op, "target", target, {input.size(0)});
-  check_int64(op, "target", target);
+  check_typed(op, "target", target, {input.size(0)}, ScalarType::Long, "input", input);
   VISDET_CHECK(op, weight.dim() == 1 && (weight.size(0) == input.size(1) || weight.size(0) == 0), "weight must be [",
                input.size(1), "] or empty, got ", shape_text(weight));
   check_accumulate_type(op, "weight", weight, "input", input.scalar_type());
-  check_device(op, "target", target, "input", input);
   check_device(op, "weight", weight, "input", input);
   return {input.size(0), input.size(1)};
 }

@@ -26,15 +26,10 @@ namespace {
 void check_soft_nms(const Tensor& boxes, const Tensor& scores, const std::optional<Tensor>& classes, double sigma,
                     int64_t method) {
   constexpr const char* op = "soft_nms";
-  check_shape(op, "boxes", boxes, {"N", 4});
-  check_sum_type(op, "boxes", boxes);
+  check_sums(op, "boxes", boxes, {"N", 4});
   check_like(op, "scores", scores, {boxes.size(0)}, "boxes", boxes);
   VISDET_CHECK(op, boxes.size(0) <= INT32_MAX, "boxes must be at most 2^31 - 1, got ", boxes.size(0));
-  if (classes) {
-    check_shape(op, "classes", *classes, {boxes.size(0)});
-    check_int64(op, "classes", *classes);
-    check_device(op, "classes", *classes, "boxes", boxes);
-  }
+  if (classes) check_typed(op, "classes", *classes, {boxes.size(0)}, ScalarType::Long, "boxes", boxes);
   VISDET_CHECK(op, method >= 0 && method <= 2, "method must be 0, 1 or 2, got ", method);
   VISDET_CHECK(op, method != 2 || sigma > 0, "sigma must be positive, got ", sigma);
 }

@@ -73,8 +73,12 @@ void check_sum_type(const char* op, const char* name, const Tensor& tensor) {
                " must be float64 or float32, got ", dtype_text(tensor));
 }
 
-void check_int64(const char* op, const char* name, const Tensor& tensor) {
-  VISDET_CHECK(op, tensor.scalar_type() == ScalarType::Long, name, " must be int64, got ", dtype_text(tensor));
+void check_type(const char* op, const char* name, const Tensor& tensor, ScalarType type) {
+  VISDET_CHECK(op, tensor.scalar_type() == type, name, " must be ",
+               type == ScalarType::Long  ? "int64"
+               : type == ScalarType::Int ? "int32"
+                                         : "bool",
+               ", got ", dtype_text(tensor));
 }
 
 void check_same_type(const char* op, const char* name, const Tensor& tensor, const char* of_name, const Tensor& of) {
@@ -102,9 +106,21 @@ void check_like(const char* op, const char* name, const Tensor& tensor, Shape ex
   check_device(op, name, tensor, of_name, of);
 }
 
+void check_typed(const char* op, const char* name, const Tensor& tensor, Shape expected, ScalarType type,
+                 const char* of_name, const Tensor& of) {
+  check_shape(op, name, tensor, expected);
+  check_type(op, name, tensor, type);
+  check_device(op, name, tensor, of_name, of);
+}
+
 void check_values(const char* op, const char* name, const Tensor& tensor, Shape expected) {
   check_shape(op, name, tensor, expected);
   check_value_type(op, name, tensor.scalar_type());
+}
+
+void check_sums(const char* op, const char* name, const Tensor& tensor, Shape expected) {
+  check_shape(op, name, tensor, expected);
+  check_sum_type(op, name, tensor);
 }
 
 void check_beside(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,

@@ -74,7 +74,10 @@ using Shape = std::initializer_list<Dimension>;
 void check_shape(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* note = "");
 void check_value_type(const char* op, const char* name, ScalarType type);
 void check_sum_type(const char* op, const char* name, const Tensor& tensor);
-void check_int64(const char* op, const char* name, const Tensor& tensor);
+void check_type(const char* op, const char* name, const Tensor& tensor, ScalarType type);  // int64, int32 or bool
+inline void check_int64(const char* op, const char* name, const Tensor& tensor) {
+  check_type(op, name, tensor, ScalarType::Long);
+}
 void check_same_type(const char* op, const char* name, const Tensor& tensor, const char* of_name, const Tensor& of);
 
 // The type of coordinates and sums of values of this type; or_same: or that type.
@@ -87,8 +90,13 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 void check_like(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,
                 const Tensor& of);
 
-// What an operator reads from: of this shape, and of a type that operators take.
+// A tensor of whole numbers or of flags beside another: of this shape and type, and on its device.
+void check_typed(const char* op, const char* name, const Tensor& tensor, Shape expected, ScalarType type,
+                 const char* of_name, const Tensor& of);
+
+// What an operator reads from: of this shape, and of a type that operators take, or of one that sums are taken in.
 void check_values(const char* op, const char* name, const Tensor& tensor, Shape expected);
+void check_sums(const char* op, const char* name, const Tensor& tensor, Shape expected);
 
 // Coordinates or weights beside values: of this shape, of the type of sums (or_same: or of the values' type), and on
 // the device of values.

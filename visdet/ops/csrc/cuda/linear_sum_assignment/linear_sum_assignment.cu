@@ -20,9 +20,7 @@ Tensor forward(const Tensor& costs_in, const Tensor& counts_in) {
   const int64_t samples = costs_in.size(dim - 3), N = costs_in.size(dim - 2), Q = costs_in.size(dim - 1);
   VISDET_CHECK(kOp, N < kMaxSize && Q < kMaxSize && samples < kMaxSize,
                "costs must have fewer than 2^30 samples, rows and columns, got ", shape_text(costs_in));
-  check_shape(kOp, "counts", counts_in, {{"B", samples}});
-  check_int64(kOp, "counts", counts_in);
-  check_device(kOp, "counts", counts_in, "costs", costs_in);
+  check_typed(kOp, "counts", counts_in, {{"B", samples}}, ScalarType::Long, "costs", costs_in);
   const DeviceScope scope(costs_in);
   const Tensor costs = dense(costs_in), counts = dense(counts_in);
   std::vector<int64_t> shape;
