@@ -191,7 +191,7 @@ def _pool_samples(
             parts.append(pooled)
             members_of_parts.append(members)
     if parts:
-        output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))
+        output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output))
     else:
         output = output + nothing
     return output.transpose(1, 2).reshape(N, C, PH, PW)
@@ -227,8 +227,8 @@ def pool_bins(
         origin = origin + extent[..., None, None] * movement
     grid = samples_of(bin_size, sampling_ratio)
     turns = bin_size[:, :0] if turns is None else turns
-    values = input.to(bin_size.dtype)
-    return pool_samples(values, origin, batch.long(), bin_size, grid, turns, takes_maximum).to(input.dtype)
+    values = input.to(bin_size)
+    return pool_samples(values, origin, batch.long(), bin_size, grid, turns, takes_maximum).to(input)
 
 
 def samples_of(bin_size: Tensor, sampling_ratio: int) -> Tensor:

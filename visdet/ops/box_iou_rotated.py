@@ -110,7 +110,7 @@ def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_alig
     shared = torch.minimum(shared, torch.minimum(area1, area2)).nan_to_num(0.0)
     whole = area1 if MODES[mode] == "iof" else area1 + area2 - shared
     result = shared if MODES[mode] == "area" else torch.where(shared > 0, shared / whole, 0.0)
-    return torch.where((area1 + area2).isfinite(), result, torch.nan).to(boxes1.dtype)
+    return torch.where((area1 + area2).isfinite(), result, torch.nan).to(boxes1)
 
 
 def shared_area(p: Tensor, q: Tensor, are_boxes: bool) -> Tensor:

@@ -54,7 +54,7 @@ def box_key_points(
         )
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
-    fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
+    fixed, logits = fixed.to(anchors), logits.to(anchors)
     is_plain = anchors.is_cpu or (fixed.requires_grad and torch.is_grad_enabled())
     compute = box_key_points_reference if is_plain else _box_key_points
     return compute(anchors, fixed, logits, float(max_log_size))
@@ -68,9 +68,9 @@ def box_key_points_reference(
 ) -> Tensor:  # [B, Q, F + M, 3]
     """Return what ``box_key_points`` returns, in plain torch: the definition kernels are tested against."""
     centre, log_size, heading = anchors[..., None, :8].split((3, 3, 2), -1)  # [B, Q, 1, ...]
-    points = fixed.to(anchors.dtype).expand(*anchors.shape[:2], -1, -1)
+    points = fixed.to(anchors).expand(*anchors.shape[:2], -1, -1)
     if logits is not None:
-        points = torch.cat([points, logits.to(anchors.dtype).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
+        points = torch.cat([points, logits.to(anchors).unflatten(-1, (-1, 3)).sigmoid() - 0.5], -2)
     x, y, z = (points * log_size.clamp(max=max_log_size).exp()).unbind(-1)  # [B, Q, P]
     sin, cos = heading.unbind(-1)
     return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre

@@ -1,11 +1,10 @@
 """CARAFE, which upsamples a map by a kernel that is predicted for each pixel of the result."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from ._modules import OperatorModule
 
@@ -48,7 +47,7 @@ def carafe(
 
     Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
-    return _carafe(features, masks.to(features.dtype), kernel_size, group_size, scale_factor)
+    return _carafe(features, masks.to(features), kernel_size, group_size, scale_factor)
 
 
 def carafe_reference(
@@ -57,14 +56,13 @@ def carafe_reference(
     """Return what ``carafe`` returns, in plain torch: the definition kernels are tested against."""
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
-    dtype = computation_dtype(features)
-    padded = F.pad(features, [K // 2] * 4).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1).to(dtype)
-    kernels = masks.reshape(B, G, 1, K * K, H, s, W, s).to(dtype)
-    output = torch.zeros(B, G, C // G, H, s, W, s, dtype=dtype, device=features.device)
+    padded = widened(F.pad(features, [K // 2] * 4), features).view(B, G, C // G, H + K - 1, 1, W + K - 1, 1)
+    kernels = widened(masks, features).reshape(B, G, 1, K * K, H, s, W, s)
+    output = padded.new_zeros(B, G, C // G, H, s, W, s)
     for k in range(K * K):
         i, j = divmod(k, K)
         output = output + padded[:, :, :, i : i + H, :, j : j + W] * kernels[:, :, :, k]
-    return output.view(B, C, H * s, W * s).to(features.dtype)
+    return output.view(B, C, H * s, W * s).to(features)
 
 
 _carafe = _registration.differentiable(

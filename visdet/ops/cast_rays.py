@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype, constant, is_index
+from ._arguments import constant, is_index, widened
 from ._declared import declared
 from .tracing import recorded_as_one
 
@@ -55,10 +55,9 @@ def cast_rays(
     Source: The traversal of "A Fast Voxel Traversal Algorithm for Ray Tracing" (Amanatides, Woo) as in the
         differentiable voxel renderer (dvr) of "4D Occupancy Forecasting", which RayIoU of SparseOcc changes so.
     """
-    dtype, wide = occupancy.dtype, computation_dtype(occupancy)
     given = constant(origins, occupancy), constant(points, occupancy), times.long()
-    distances, exits, voxels = _cast_rays(occupancy.detach().to(wide), *given)
-    return distances.to(dtype), exits.to(dtype), voxels
+    distances, exits, voxels = _cast_rays(constant(occupancy, occupancy), *given)
+    return distances.to(occupancy), exits.to(occupancy), voxels
 
 
 @declared(
@@ -96,9 +95,8 @@ def render_rays(
 
     Source: The differentiable voxel renderer (dvr) of "4D Occupancy Forecasting" (Khurana et al.).
     """
-    wide = computation_dtype(density)
     given = constant(origins, density), constant(points, density), times.long()
-    expected, exits = _render_rays(density.to(wide), *given).to(density.dtype).unbind(-1)
+    expected, exits = _render_rays(widened(density, density), *given).to(density).unbind(-1)
     return expected, exits.detach()
 
 
@@ -115,7 +113,7 @@ def cast_rays_reference(
     H, W = occupancy.shape[3:]
     voxel = voxels.gather(0, first)[0]
     place = torch.stack([voxel % max(W, 1), voxel // max(W, 1) % max(H, 1), voxel // max(H * W, 1)], -1)
-    distances, exits = (one[0].masked_fill(is_missed, -1).to(occupancy.dtype) for one in (distances, exits))
+    distances, exits = (one[0].masked_fill(is_missed, -1).to(occupancy) for one in (distances, exits))
     return distances, exits, place.masked_fill(is_missed[..., None], -1).int()
 
 
@@ -129,7 +127,7 @@ def render_rays_reference(density: Tensor, origins: Tensor, points: Tensor, time
     left = torch.cat([torch.ones_like(depth[:1]), torch.exp(-depth)])
     exits = ends.gather(0, last)[0]
     expected = ((left[:-1] - left[1:]) * torch.where(is_inside, ends, 0)).sum(0) + left[-1] * exits
-    return torch.stack([expected, exits], -1).masked_fill(~is_inside.any(0)[..., None], -1).to(density.dtype)
+    return torch.stack([expected, exits], -1).masked_fill(~is_inside.any(0)[..., None], -1).to(density)
 
 
 def _values(grid: Tensor, voxels: Tensor, times: Tensor) -> Tensor:

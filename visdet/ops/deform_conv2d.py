@@ -146,7 +146,7 @@ def convolve(
     converted = (None if one is None else one.to(dtype) for one in tensors)
     output = _deform_conv2d(*converted, *settings, deform_groups, im2col_step)
     output = output if bias is None else output + bias.to(dtype)[:, None, None]
-    return output.to(offset.dtype)
+    return output.to(offset)
 
 
 def _in_plain_torch(
@@ -191,7 +191,7 @@ def deform_conv2d_reference(
     columns = columns.reshape(B, groups, C // groups * KH * KW, height * width)
     kernel = weight.to(dtype).reshape(groups, weight.shape[0] // groups, -1)
     output = torch.matmul(kernel, columns).reshape(B, weight.shape[0], height, width)
-    return (output if bias is None else output + bias.to(dtype)[:, None, None]).to(input.dtype)
+    return (output if bias is None else output + bias.to(dtype)[:, None, None]).to(input)
 
 
 def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:

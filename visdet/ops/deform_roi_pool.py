@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from . import _registration
-from ._arguments import computation_dtype, pair, widened
+from ._arguments import constant, pair, widened
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
@@ -71,10 +71,9 @@ def deform_roi_pool(
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
     if list(offset.shape) != expected:
         raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
-    dtype = computation_dtype(input)
-    tensors = input.to(dtype), rois.detach().to(dtype), offset.to(dtype)
+    tensors = widened(input, input), constant(rois, input), widened(offset, input)
     pooled = _deform_roi_pool(*tensors, PH, PW, float(spatial_scale), int(sampling_ratio), float(gamma))
-    return pooled.to(input.dtype)
+    return pooled.to(input)
 
 
 def deform_roi_pool_reference(

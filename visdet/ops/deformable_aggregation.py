@@ -89,22 +89,22 @@ def deformable_aggregation_reference(
     """Return what ``deformable_aggregation`` returns, in plain torch: the definition kernels are tested against."""
     B, _, C = features.shape
     Q = weights.shape[1]
-    out = torch.zeros(B, Q, C, dtype=locations.dtype, device=features.device)
+    out = locations.new_zeros(B, Q, C)
     for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
         location = locations[:, :, :, camera]  # [B, Q, P, 2]
         is_visible = ((location > 0) & (location < 1)).all(-1, keepdim=True)  # [B, Q, P, 1]
         grid = torch.where(is_visible, 2 * location - 1, -3.0)
         for level, ((H, W), start) in enumerate(zip(shapes, starts, strict=True)):
-            maps = features[:, start : start + H * W].to(out.dtype).transpose(1, 2).reshape(B, C, H, W)
+            maps = features[:, start : start + H * W].to(out).transpose(1, 2).reshape(B, C, H, W)
             samples = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
             out = out + weighted_sum(samples, weights[:, :, :, camera, level], is_visible)
-    return out.to(features.dtype)
+    return out.to(features)
 
 
 def weighted_sum(samples: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Return [B, Q, C] of samples [B, C, Q, P], weights [B, Q, P, G] and whether each counts, [B, Q, P, 1]."""
     C, G = samples.shape[1], weights.shape[-1]
-    weights = torch.where(counts, weights.to(samples.dtype), 0.0)
+    weights = torch.where(counts, weights.to(samples), 0.0)
     weights = weights.repeat_interleave(C // G, -1) if C else weights[..., :0]
     return (samples.permute(0, 2, 3, 1) * weights).sum(2)
 

@@ -93,7 +93,7 @@ def deformable_aggregation_fused(
         camera_logits = None if camera_logits is None else camera_logits.to(dtype)
     if camera_logits is None:
         camera_logits = logits.new_empty(0)
-    keep = torch.empty(0, dtype=torch.bool, device=features.device) if keep is None else keep.bool()
+    keep = features.new_empty(0, dtype=torch.bool) if keep is None else keep.bool()
     points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
     given = matrices, sizes, logits, camera_logits, keep, float(keep_scale)
     is_calibrating = torch.is_grad_enabled() and (matrices.requires_grad or sizes.requires_grad)
@@ -145,9 +145,9 @@ def locations_and_weights(
     locations = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH) / image_wh[:, :, None, None]
     if keep.dim() == 4:
         locations = torch.where(keep.transpose(1, 2)[..., None], locations, -1.0)
-    summed = logits.to(key_points.dtype)
+    summed = logits.to(key_points)
     if camera_logits.dim() == 5:
-        summed = summed[:, :, None] + camera_logits.to(key_points.dtype)[:, None]
+        summed = summed[:, :, None] + camera_logits.to(key_points)[:, None]
     # Some runtimes need a softmax over the last axis.
     ordered = summed.movedim(-1, 2)  # [B, Q, G, V, L, P]
     weights = ordered.flatten(3).softmax(-1).view(ordered.shape) * keep_scale

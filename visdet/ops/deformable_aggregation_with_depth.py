@@ -77,7 +77,7 @@ def deformable_aggregation_with_depth_reference(
     B, _, C = features.shape
     _, Q, P, *_ = weights.shape
     D = depth_probs.shape[2]
-    out = torch.zeros(B, Q, C, dtype=locations.dtype, device=features.device)
+    out = locations.new_zeros(B, Q, C)
     for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
         location = locations[:, :, :, camera]  # [B, Q, P, 3]
         place, depth = location[..., :2], location[..., 2:]
@@ -88,13 +88,11 @@ def deformable_aggregation_with_depth_reference(
         grid = torch.where(counts, grid, -3.0).view(B, Q * P, 1, 1, 3)
         for level, ((H, W), start) in enumerate(zip(shapes, starts, strict=True)):
             rows = slice(start, start + H * W)
-            volume = torch.einsum(
-                "bsc,bsd->bcds", features[:, rows].to(out.dtype), depth_probs[:, rows].to(out.dtype)
-            )
+            volume = torch.einsum("bsc,bsd->bcds", features[:, rows].to(out), depth_probs[:, rows].to(out))
             volume = F.pad(volume, (0, 0, 1, 1)).view(B, C, D + 2, H, W)
             samples = F.grid_sample(volume, grid, padding_mode="zeros", align_corners=False).view(B, C, Q, P)
             out = out + weighted_sum(samples, weights[:, :, :, camera, level], counts)
-    return out.to(features.dtype)
+    return out.to(features)
 
 
 _deformable_aggregation_with_depth = _registration.differentiable(

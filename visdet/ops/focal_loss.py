@@ -59,7 +59,7 @@ def sigmoid_focal_loss(
     weight = input.new_empty(0, dtype=dtype) if weight is None else weight.to(dtype)
     logits = input if reduction == "none" else input.to(dtype)  # so that the sum is not one of rounded losses
     loss = _sigmoid_focal_loss(logits, target.long(), weight, float(gamma), float(alpha))
-    return _reduce(loss, reduction).to(input.dtype)
+    return _reduce(loss, reduction).to(input)
 
 
 def sigmoid_focal_loss_reference(
@@ -69,12 +69,12 @@ def sigmoid_focal_loss_reference(
     logits = widened(input, input)
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    one_hot = is_target.to(logits.dtype)
+    one_hot = is_target.to(logits)
     balance = alpha * one_hot + (1 - alpha) * (1 - one_hot)
     loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
     if weight.numel() > 0:
         loss = loss * _weight_of_target(weight, target)[:, None]
-    return loss.to(input.dtype)
+    return loss.to(input)
 
 
 @declared(
@@ -130,7 +130,7 @@ def softmax_focal_loss(
     if weight is not None:
         loss = loss * _weight_of_target(weight.to(loss), target)
     loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
-    return _reduce(loss, reduction).to(input.dtype)
+    return _reduce(loss, reduction).to(input)
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 from .mahalanobis_distance import mahalanobis_distance_reference
 from .tracing import recorded_as_one
@@ -52,9 +52,9 @@ def gaussian_field(
 
     Source: The density of a Gaussian mixture; the fused kernels are visdet's own.
     """
-    dtype, wide = points.dtype, computation_dtype(points)
-    points, means, cholesky, weights = (one.to(wide) for one in (points, means, cholesky, weights))
-    point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
+    given = points
+    points, means, cholesky, weights = (widened(one, given) for one in (points, means, cholesky, weights))
+    point_order = gaussian_order = points.new_empty(0, dtype=torch.int64)
     # On CUDA only the kernels of float32 leave out pairs. Those of the CPU take the points as they come.
     on_cpu = points.device.type == "cpu"
     are_positions = all(one.dim() == 2 and one.shape[1] == 3 for one in (points, means))
@@ -63,7 +63,7 @@ def gaussian_field(
         if not on_cpu:
             point_order = space_order(points.detach())
     field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, float(tolerance))
-    return field.to(dtype)
+    return field.to(given)
 
 
 def gaussian_field_reference(points: Tensor, means: Tensor, cholesky: Tensor, weights: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def gaussian_field_reference(points: Tensor, means: Tensor, cholesky: Tensor, we
 def _order_in_space(positions: Tensor) -> Tensor:
     """Return the permutation of positions [M, 3] along a Z-order curve through their box."""
     if positions.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64, device=positions.device)
+        return positions.new_empty(0, dtype=torch.int64)
     positions = positions.nan_to_num(0.0, 0.0, 0.0)
     low, high = positions.amin(0), positions.amax(0)
     cells = (positions - low) / (high - low).clamp(min=1e-30) * (2**_ORDER_BITS - 1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import widened
 from ._declared import declared
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
@@ -41,9 +41,8 @@ def mahalanobis_distance(
 
     Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
-    dtype, wide = points.dtype, computation_dtype(points)
-    points, means, cholesky = (one.to(wide) for one in (points, means, cholesky))
-    return _mahalanobis_distance(points, means, cholesky).to(dtype)
+    given = widened(points, points), widened(means, points), widened(cholesky, points)
+    return _mahalanobis_distance(*given).to(points)
 
 
 def mahalanobis_distance_reference(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:

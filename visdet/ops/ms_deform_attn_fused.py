@@ -85,7 +85,7 @@ def ms_deform_attn_fused(
         reference_points = reference_points.expand(B, -1, L, -1).contiguous()
     points = [int(num_points)] * L if isinstance(num_points, Integral) else list(num_points)  # type: ignore[arg-type]
     if not offsets.dtype == logits.dtype == value.dtype:
-        offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
+        offsets, logits = offsets.to(reference_points), logits.to(reference_points)
     if value.is_cuda and L > MAX_HOST_LEVELS:
         composed = locations_and_weights(shapes, reference_points, offsets, logits, points)
         return ms_deform_attn(value, shapes, starts, *composed)

@@ -133,7 +133,7 @@ def kept_indices(
     if not scores.is_floating_point() or torch.promote_types(scores.dtype, boxes.dtype) != boxes.dtype:
         # Rounding would make ties. Ranks have the same order.
         scores = -scores.sort(descending=True, stable=True).indices.argsort()
-    scores = scores.to(boxes.dtype)
+    scores = scores.to(boxes)
     if not _library.serves(boxes) and _library.is_loaded("cpu"):
         tensors = (None if one is None else one.cpu() for one in (boxes, scores, classes, is_candidate))
         return _nms(*tensors, float(iou_threshold)).to(boxes.device)

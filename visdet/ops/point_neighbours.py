@@ -255,7 +255,7 @@ def three_nn(
     Source: The signature is mmcv's.
     """
     index, distances = knn(3, source, target)
-    return distances.sqrt().to(target.dtype), index
+    return distances.sqrt().to(target), index
 
 
 _LAYOUTS = {"xyz": "[B, N, 3]", "center_xyz": "[B, M, 3]"}

@@ -68,12 +68,12 @@ def sample_dot_reference(
     """Return what ``sample_dot`` returns, in plain torch: the definition kernels are tested against."""
     taken = sampled(images, samples)  # [B, C, Q, D]
     channels = images.shape[1] - 2 * num_octaves
-    dots = torch.einsum("bcqd,bgqc->bgqd", taken[:, :channels], queries.to(taken.dtype))
+    dots = torch.einsum("bcqd,bgqc->bgqd", taken[:, :channels], queries.to(taken))
     octaves = 2.0 ** torch.arange(num_octaves, dtype=taken.dtype, device=taken.device)
-    angles = 2 * math.pi * depths.to(taken.dtype)[..., None] * octaves  # [B, Q, D, num_octaves]
+    angles = 2 * math.pi * depths.to(taken)[..., None] * octaves  # [B, Q, D, num_octaves]
     encoding = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
     dots = dots + torch.einsum("bcqd,bqdc->bqd", taken[:, channels:], encoding)[:, None]
-    return dots.to(images.dtype)
+    return dots.to(images)
 
 
 _sample_dot = _registration.differentiable(

@@ -54,14 +54,14 @@ def sample_sum(
 def sample_sum_reference(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
     """Return what ``sample_sum`` returns, in plain torch: the definition kernels are tested against."""
     taken = sampled(images, samples)  # [B, C, Q, D]
-    return torch.einsum("bcqd,bgqd->bgqc", taken, weights.to(taken.dtype)).to(images.dtype)
+    return torch.einsum("bcqd,bgqd->bgqc", taken, weights.to(taken)).to(images)
 
 
 def sampled(images: Tensor, samples: Tensor) -> Tensor:
     """Return the samples [B, C, Q, D] of images, in the type of ``samples``. Samples with NaN are zero."""
     is_number = samples.isfinite().all(-1, keepdim=True)
     grid = torch.where(is_number, samples, -3.0)
-    return F.grid_sample(images.to(samples.dtype), grid, padding_mode="zeros", align_corners=False)
+    return F.grid_sample(images.to(samples), grid, padding_mode="zeros", align_corners=False)
 
 
 _sample_sum = _registration.differentiable(

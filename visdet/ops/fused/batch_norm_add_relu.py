@@ -211,7 +211,7 @@ class _BatchNormAddReLU(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, mask, weight, bias, statistics = ctx.saved_tensors
-        grads = _rows(grad_output.to(rows.dtype))
+        grads = _rows(grad_output.to(rows))
         mask = None if mask is None else _rows(mask)
         grad_input, grad_residual, sums = torch.ops.visdet.batch_norm_add_relu_backward.default(
             grads, rows, mask, weight, bias, statistics, ctx.relu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import computation_dtype, empty_sum, widened
+from .._arguments import computation_dtype, constant, empty_sum, widened
 from .._declared import declared
 from .._roi_sampling import (
     MAP,
@@ -38,10 +38,10 @@ def border_samples(
 ) -> tuple[Tensor, Tensor]:  # [B, C, N, 4], [B, C, N, 4] int32
     """Return the largest sample on each border and its place 0..pool_size, or the samples at given places."""
     B, channels, H, W = input.shape
-    dtype = computation_dtype(input)
     C, N = channels // 4, boxes.shape[1]
-    rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C).to(dtype)
-    x1, y1, x2, y2 = boxes.detach().to(dtype).unbind(2)
+    rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C)
+    rows = widened(rows, input)
+    x1, y1, x2, y2 = constant(boxes, input).unbind(2)
     width, height, none = (x2 - x1) / pool_size, (y2 - y1) / pool_size, torch.zeros_like(x1)
     # [B, 4, N] of the borders at the top, at the left, at the bottom and at the right.
     x, y = torch.stack([x1, x1, x2, x2], 1), torch.stack([y1, y1, y2, y2], 1)
@@ -61,7 +61,7 @@ def border_samples(
         else:
             is_larger = sample > pooled
             pooled, place = torch.where(is_larger, sample, pooled), place.masked_fill(is_larger, i)
-    return pooled.to(input.dtype), place if argmax is None else argmax
+    return pooled.to(input), place if argmax is None else argmax
 
 
 def border_align(
@@ -129,9 +129,7 @@ def bezier_align(
     dtype = computation_dtype(input)
     check_samples("bezier_align", output_size, sampling_ratio)
     least, most = bounds_of(input, spatial_scale, sampling_ratio, dtype)
-    points = (
-        beziers[:, 1:].detach().to(dtype).clamp(least, most).unflatten(1, (8, 2)) * spatial_scale
-    )  # (x, y)
+    points = constant(beziers[:, 1:], input).clamp(least, most).unflatten(1, (8, 2)) * spatial_scale  # (x, y)
     upper, lower = points[:, :4], points[:, 4:].flip(1)
     PH, PW = output_size
     u = torch.arange(PW, device=input.device, dtype=dtype) / PW
@@ -149,7 +147,7 @@ def bezier_align(
     batch = torch.where(is_known, index, 0).long()
     grid = torch.where(is_known[:, None], samples_of(bin_size, sampling_ratio), 0)
     turns = bin_size[:, :0]  # none
-    return pool_samples(input.to(dtype), origin, batch, bin_size, grid, turns, False).to(input.dtype)
+    return pool_samples(widened(input, input), origin, batch, bin_size, grid, turns, False).to(input)
 
 
 @declared(
@@ -195,9 +193,8 @@ def prroi_pool_reference(
     features: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float = 1.0
 ) -> Tensor:
     """Return what ``prroi_pool`` returns, in plain torch: the definition kernels are tested against."""
-    dtype = computation_dtype(features)
     index = rois[:, 0].detach()
-    corners = rois[:, 1:].to(dtype) * spatial_scale
+    corners = widened(rois[:, 1:], features) * spatial_scale
     is_known = is_image(index, len(features)) & corners.isfinite().all(1)
     weights = []
     x1, y1, x2, y2 = torch.where(is_known[:, None], corners, 0).unbind(1)
@@ -214,16 +211,16 @@ def prroi_pool_reference(
             torch.where(is_wide, integral.diff(dim=1) / torch.where(is_wide, step[..., None], 1), 0)
         )
     pooled = corners.new_zeros(len(rois), features.shape[1], *output_size) + empty_sum(features)
-    for image, maps in enumerate(features.to(dtype)):
+    for image, maps in enumerate(widened(features, features)):
         chosen = (is_known & (index == image)).nonzero()[:, 0]
         down, across = (weight[chosen] for weight in weights)
         pooled = pooled.index_copy(0, chosen, torch.einsum("nph,chw,nqw->ncpq", down, maps, across))
-    return pooled.to(features.dtype)
+    return pooled.to(features)
 
 
 def _corners_gradient(grad: Tensor, features: Tensor, rois: Tensor, PH: int, PW: int, scale: float) -> Tensor:
     """Return the gradient of the corners. An edge adds to a mean what the mean on its line differs from it."""
-    grad, features = (one.to(rois.dtype) for one in (grad, features))
+    grad, features = (one.to(rois) for one in (grad, features))
     means = _prroi_pool(features, rois, PH, PW, scale, 0)
     gradients = []
     for axis, bins in ((1, PW), (2, PH)):

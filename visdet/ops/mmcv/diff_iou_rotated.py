@@ -50,7 +50,7 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
     first, second = box1.double(), box2.double()
-    return _iou(first, second, _shared_area(first, second), slice(2, 4)).to(box1.dtype)
+    return _iou(first, second, _shared_area(first, second), slice(2, 4)).to(box1)
 
 
 @declared(
@@ -78,7 +78,7 @@ def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] 
     """
     first, second = box3d1.double(), box3d2.double()
     shared = _shared_area(from_above(first), from_above(second)) * shared_height(first, second)
-    return _iou(first, second, shared, slice(3, 6)).to(box3d1.dtype)
+    return _iou(first, second, shared, slice(3, 6)).to(box3d1)
 
 
 @torch.no_grad()

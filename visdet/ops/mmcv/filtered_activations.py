@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype, widened
+from .._arguments import check_layout, widened
 from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
@@ -63,9 +63,9 @@ def bias_act(
     value = widened(input, input)
     if bias is not None:
         check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])
-        value = value + bias.to(value.dtype).view([-1 if i == dim else 1 for i in range(input.dim())])
+        value = value + bias.to(value).view([-1 if i == dim else 1 for i in range(input.dim())])
     value = _activated(value, act, alpha) * gain
-    return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input.dtype)
+    return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input)
 
 
 @declared(
@@ -114,20 +114,19 @@ def upfirdn2d(
         return upfirdn2d(once, filter[:, None], *rest, flip_filter, gain)
     check_layout("upfirdn2d", "filter", filter, "[FH, FW]", None, None)
     B, C, H, W = input.shape
-    dtype = computation_dtype(input)
-    spread = functional.pad(input.to(dtype)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
+    spread = functional.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
     padded = functional.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
     if padded.shape[2] < filter.shape[0] or padded.shape[3] < filter.shape[1]:
         raise ValueError(
             f"upfirdn2d: filter must not be larger than the padded map {list(padded.shape[2:])}, got "
             f"{list(filter.shape)}"
         )
-    taps = filter.to(dtype) * gain
+    taps = widened(filter, input) * gain
     taps = taps if flip_filter else taps.flip(0, 1)
     # Steps beyond the map are one, and torch 2.14 crashes or hangs on some of them.
     stride = [min(step, size) for step, size in zip(reversed(down), padded.shape[2:], strict=True)]
     filtered = functional.conv2d(padded, taps[None, None], stride=stride)
-    return filtered.view(B, C, *filtered.shape[2:]).to(input.dtype)
+    return filtered.view(B, C, *filtered.shape[2:]).to(input)
 
 
 def leaky_with_signs(

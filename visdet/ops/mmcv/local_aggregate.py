@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, constant
+from .._arguments import constant, widened
 from .._declared import declared
 from ..gaussian_field import space_order
 
@@ -70,12 +70,11 @@ def local_aggregate(
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
-    dtype = computation_dtype(semantics)
-    (opacity,) = _of_each("local_aggregate", means3D, dtype, opacities=opacities)
+    (opacity,) = _of_each("local_aggregate", means3D, semantics, opacities=opacities)
     places = pts, points_int, means3D, means3D_int, radii
-    values = opacity[:, None] * semantics.to(dtype)
-    sums = _sums("local_aggregate", places, _matrices(cov3D.to(dtype)), values, (H, W, D))
-    return sums[:, :-1].to(semantics.dtype)
+    values = opacity[:, None] * widened(semantics, semantics)
+    sums = _sums("local_aggregate", places, _matrices(widened(cov3D, semantics)), values, (H, W, D))
+    return sums[:, :-1].to(semantics)
 
 
 @declared(
@@ -137,9 +136,8 @@ def local_aggregate_prob(
     Source: Paper "GaussianFormer-2" (Huang et al.).
     """
 
-    dtype = computation_dtype(semantics)
-    (opacity,) = _of_each("local_aggregate_prob", means3D, dtype, opacities=opacities)
-    matrices = _matrices(cov3D.to(dtype))
+    (opacity,) = _of_each("local_aggregate_prob", means3D, semantics, opacities=opacities)
+    matrices = _matrices(widened(cov3D, semantics))
     xx, xy, xz, _, yy, yz, _, _, zz = matrices.unbind(1)
     volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
     weights = opacity * volume.clamp(min=0).sqrt() / (2 * math.pi) ** 1.5
@@ -212,9 +210,9 @@ def local_aggregate_prob_sq(
 
     Source: Paper "QuadricFormer" (Zuo et al.).
     """
-    op, dtype = "local_aggregate_prob_sq", computation_dtype(semantics)
-    weights, u, v = _of_each(op, means3D, dtype, opacities=opacities, u=u, v=v)
-    axes = rot3D.to(dtype).unflatten(1, (3, 3)) / scales3D.to(dtype)[..., None]
+    op = "local_aggregate_prob_sq"
+    weights, u, v = _of_each(op, means3D, semantics, opacities=opacities, u=u, v=v)
+    axes = widened(rot3D, semantics).unflatten(1, (3, 3)) / widened(scales3D, semantics)[..., None]
     form = torch.cat([axes.flatten(1), u[:, None], v[:, None]], 1)
     places = pts, points_int, means3D, means3D_int, radii
     return _expectations(op, places, form, weights, semantics, (H, W, D))
@@ -229,13 +227,13 @@ def _matrices(cov3D: Tensor) -> Tensor:  # [G, 6] -> [G, 9]
     return torch.stack([xx, xy, xz, xy, yy, yz, xz, yz, zz], 1)
 
 
-def _of_each(op: str, means3D: Tensor, dtype: torch.dtype, **numbers: Tensor) -> list[Tensor]:
+def _of_each(op: str, means3D: Tensor, beside: Tensor, **numbers: Tensor) -> list[Tensor]:
     """Return the numbers [G] of each Gaussian, which may be [G, 1]."""
     G = means3D.shape[0]
     for name, given in numbers.items():
         if given.numel() != G:
             raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
-    return [given.flatten().to(dtype) for given in numbers.values()]
+    return [widened(given.flatten(), beside) for given in numbers.values()]
 
 
 def _expectations(
@@ -244,14 +242,14 @@ def _expectations(
     """Return the results of ``local_aggregate_prob``."""
     C, pad = semantics.shape[1], torch.nn.functional.pad
     # The sums of weighted semantics, of weights, of densities, and of the logarithms of what densities leave free.
-    values = pad(weights[:, None] * pad(semantics.to(weights.dtype), (0, 1), value=1.0), (0, 1), value=1.0)
+    values = pad(weights[:, None] * pad(semantics.to(weights), (0, 1), value=1.0), (0, 1), value=1.0)
     summed, total, density, log_free = _sums(op, places, form, values, shape).split((C, 1, 1, 1), 1)
     unknown = torch.full_like(summed, 1 / max(C - 1, 1))
     unknown[:, -1:] = 0  # the class of free space
     is_seen = total > 1e-9
     expected = torch.where(is_seen, summed / torch.where(is_seen, total, 1), unknown)
     results = expected, -torch.expm1(log_free[:, 0]), density[:, 0]
-    expected, occupied, density = (result.to(semantics.dtype) for result in results)
+    expected, occupied, density = (result.to(semantics) for result in results)
     return expected, occupied, density
 
 
@@ -270,7 +268,7 @@ def _sums(
     starts = (cells - reach).clamp(min=0)
     order, boxes = _in_groups(torch.cat([starts, torch.stack(ends, 1)], 1))
     point_order, point_boxes = _in_groups(torch.cat([voxels, -voxels], 1))
-    gaussians = torch.cat([means3D.to(values.dtype), form, values], 1).index_select(0, order)
+    gaussians = torch.cat([means3D.to(values), form, values], 1).index_select(0, order)
     points = constant(pts, values).index_select(0, point_order)
     sums = _local_aggregate(points, gaussians, point_boxes, boxes, form.shape[1] > 9)
     return torch.empty_like(sums).index_copy(0, point_order, sums)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype, is_index
+from .._arguments import check_layout, is_index, widened
 from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
@@ -92,13 +92,12 @@ def correlation(
     Source: Paper "FlowNet" (Dosovitskiy et al.). mmcv's gradient ignores ``dilation_patch`` in the extent of the patch,
     and this one does not.
     """
-    dtype = computation_dtype(input1)
     extra = [distance * (count - 1) for count, distance in zip(patch_size, dilation_patch, strict=True)]
     (top, left), (down, across) = (length // 2 for length in extra), padding
     # Displaced pixels outside the map are 0.
     edges = (across + left, across + extra[1] - left, down + top, down + extra[0] - top)
-    one = torch.nn.functional.pad(input1.to(dtype), (across, across, down, down))
-    other = torch.nn.functional.pad(input2.to(dtype), edges)
+    one = torch.nn.functional.pad(widened(input1, input1), (across, across, down, down))
+    other = torch.nn.functional.pad(widened(input2, input1), edges)
     H, W = one.shape[2:]
     window = [distance * (count - 1) + 1 for count, distance in zip(kernel_size, dilation, strict=True)]
     if window[0] > H or window[1] > W:
@@ -114,7 +113,7 @@ def correlation(
         ]
         sums = [torch.nn.functional.conv2d(p, ones, None, stride, 0, dilation) for p in products]
         rows.append(torch.cat(sums, 1))
-    return torch.stack(rows, 1).to(input1.dtype)
+    return torch.stack(rows, 1).to(input1)
 
 
 @declared(input="real [B, T, C, S]", shift="integers [B, G]")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import computation_dtype, pair
+from .._arguments import pair, widened
 from .._declared import declared
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
@@ -56,21 +56,18 @@ def masked_conv2d(
             f"masked_conv2d: weight must have a kernel within the padded map of {H + 2 * pad_h} x {W + 2 * pad_w}, "
             f"got {KH} x {KW}"
         )
-    given, dtype = (
-        features.dtype,
-        computation_dtype(features),
-    )  # The gradients of a pixel's taps add up in this type.
-    features, weight = features.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    kernel = widened(weight, features).permute(0, 2, 3, 1).flatten(1)
+    bias = None if bias is None else widened(bias, features)
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
-    padded = F.pad(features, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
+    wide = widened(features, features)  # The gradients of a pixel's taps add up in this type.
+    padded = F.pad(wide, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
     tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]
     tap_column = column[:, None, None] + torch.arange(KW, device=mask.device)
     taps = padded[image[:, None, None], tap_row, tap_column]  # [K, KH, KW, C]
-    values = F.linear(taps.flatten(1), weight.permute(0, 2, 3, 1).flatten(1), bias)  # [K, C']
+    values = F.linear(taps.flatten(1), kernel, bias)  # [K, C']
     output = values.new_zeros(B, height, width, weight.shape[0])
     output = output.index_put((image, row, column), values).permute(0, 3, 1, 2).contiguous()
-    return output.to(given)
+    return output.to(features)
 
 
 class MaskedConv2d(nn.Conv2d):

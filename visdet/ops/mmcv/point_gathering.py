@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype, empty_sum, is_index, widened
+from .._arguments import empty_sum, is_index, widened
 from .._declared import declared
 from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
@@ -42,7 +42,7 @@ def group_points(
     Source: The signature is mmcv's.
     """
     grouped = gathered(_wide(features), indices.flatten(1)[..., None])
-    return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
+    return grouped.to(features).unflatten(2, indices.shape[1:])
 
 
 def _wide(features: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def stack_group_points(
     Source: The signature is mmcv's.
     """
     index = _stacked("stack_group_points", features, features_batch_cnt, indices, indices_batch_cnt)
-    return gathered(_wide(features), index, zeros_outside=True).to(features.dtype)
+    return gathered(_wide(features), index, zeros_outside=True).to(features)
 
 
 def stack_group_gradient(
@@ -158,9 +158,8 @@ def three_interpolate(
 
     Source: The signature is mmcv's.
     """
-    dtype = computation_dtype(features)
     # The gradient of a point is summed before it is rounded.
-    return gathered(features.to(dtype), indices, weight.to(dtype)).to(features.dtype)
+    return gathered(widened(features, features), indices, widened(weight, features)).to(features)
 
 
 @declared(
@@ -197,13 +196,15 @@ def assign_score_withk(
     (B, N, _, C), (P, K) = point_features.shape, scores.shape[1:3]
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + empty_sum(point_features, scores)
-    dtype = computation_dtype(point_features)
     cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
     is_inside = is_index(knn_idx, N)
     is_inside = (is_inside & is_inside[..., :1])[..., None, None]
     index = knn_idx.long().clamp(0, N - 1)
     # [B, P, K, M, C]. The gradient of a point in many groups is a sum, which needs float32.
-    difference = point_features.to(dtype)[cloud, index] - center_features.to(dtype)[cloud, index[..., :1]]
+    points, centers, factors = (
+        widened(one, point_features) for one in (point_features, center_features, scores[..., None])
+    )
+    difference = points[cloud, index] - centers[cloud, index[..., :1]]
     # What is selected before the product has a gradient of 0 and not of 0 * NaN.
-    terms = torch.where(is_inside, scores[..., None].to(dtype), 0) * torch.where(is_inside, difference, 0)
-    return terms.sum(3).permute(0, 3, 1, 2).to(point_features.dtype)
+    terms = torch.where(is_inside, factors, 0) * torch.where(is_inside, difference, 0)
+    return terms.sum(3).permute(0, 3, 1, 2).to(point_features)

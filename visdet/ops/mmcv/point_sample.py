@@ -239,13 +239,13 @@ class SimpleRoIAlign(nn.Module):
 
     @declared("SimpleRoIAlign", features=MAP, rois=UPRIGHT)
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
-        dtype = features.dtype
+        given = features
         features = widened(features, features)  # 16 bits do not hold a position in a map
         cells = generate_grid(rois.shape[0], self.output_size, rois.device)
-        points = rel_roi_point_to_rel_img_point(rois, cells, features, self.spatial_scale).to(features.dtype)
+        points = rel_roi_point_to_rel_img_point(rois, cells, features, self.spatial_scale).to(features)
         output = _samples_of_regions(features, points, rois[:, 0], not self.aligned)
         output = output.view(*output.shape[:2], *self.output_size)
-        return output.to(dtype)
+        return output.to(given)
 
     def extra_repr(self) -> str:
         return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"

@@ -89,7 +89,7 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    return _convex_iou(pointsets.detach().double(), polygons.detach().double()).to(pointsets.dtype)
+    return _convex_iou(pointsets.detach().double(), polygons.detach().double()).to(pointsets)
 
 
 def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def convex_giou(
     """
     origin = _origin_beside(torch.cat([pointsets, polygons], 1))
     giou, gradient = _convex_giou(_moved(pointsets, -origin), _moved(polygons, -origin))
-    return giou.to(pointsets.dtype), gradient.to(pointsets.dtype)
+    return giou.to(pointsets), gradient.to(pointsets)
 
 
 def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, 
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
         (gradient,) = torch.autograd.grad(giou.sum(), leaf)
     giou = giou.detach()
-    return giou.to(pointsets.dtype), (gradient + 0 * giou[:, None]).to(pointsets.dtype)
+    return giou.to(pointsets), (gradient + 0 * giou[:, None]).to(pointsets)
 
 
 @declared(pointsets="floating [N, 18]")
@@ -179,7 +179,7 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
     Source: The signature is mmcv's.
     """
     origin = _origin_beside(pointsets)
-    return _moved(_min_area_polygons(_moved(pointsets, -origin)), origin).to(pointsets.dtype)
+    return _moved(_min_area_polygons(_moved(pointsets, -origin)), origin).to(pointsets)
 
 
 def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
     low, high = low.take_along_dim(best, 1), high.take_along_dim(best, 1)  # [N, 1, side]
     is_high = torch.tensor([[True, False], [False, False], [False, True], [True, True]], device=low.device)
     corners = torch.where(is_high, high, low) @ axes.take_along_dim(best[..., None], 1).squeeze(1).mT
-    return corners.flatten(1).to(pointsets.dtype)
+    return corners.flatten(1).to(pointsets)
 
 
 @declared(points="real [N, 2]", polygons="real [M, 8]")
@@ -238,7 +238,7 @@ def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
         for i in range(1, 4):  # a point on a side is decided for the later ones, too
             is_decided[i] |= is_decided[i - 1]
         crossings = spans & (x > px) & ~is_decided
-        inside[rows] = (crossings.sum(0) % 2).to(inside.dtype)
+        inside[rows] = (crossings.sum(0) % 2).to(inside)
     return inside
 
 
@@ -295,7 +295,7 @@ def squared_distances(
             distances.append((one - chosen).square().sum(-1))
         else:
             distances.append(one.sum(-1) * 0)
-    return distances[0].to(xyz1.dtype), distances[1].to(xyz2.dtype)
+    return distances[0].to(xyz1), distances[1].to(xyz2)
 
 
 _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, constant, empty_sum, places_in_groups, widened
+from .._arguments import constant, empty_sum, places_in_groups, widened
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -198,7 +198,7 @@ def pool_collected(
         argmax = torch.where(first < none, first, -1)
         pooled = gathered(features.reshape(1, 1, -1), places_of(argmax), zeros_outside=True)
     shape = (*collected.shape[:4], C)
-    return pooled.to(pts_feature.dtype).view(shape), argmax.int().view(shape)
+    return pooled.to(pts_feature).view(shape), argmax.int().view(shape)
 
 
 @declared(
@@ -275,23 +275,21 @@ def roipoint_pool3d(
     """
     inside, boxes = _constants(points, boxes3d)
     B, N = points.shape[:2]
-    dtype = point_features.dtype
     # The gradient of a point in many boxes is a sum, which needs float32.
-    wide = computation_dtype(point_features)
-    values = torch.cat([points.to(wide), point_features.to(wide)], 2)
+    values = torch.cat([widened(one, point_features) for one in (points, point_features)], 2)
     pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + empty_sum(values)
     is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
     if N == 0:
-        return pooled.to(dtype), is_empty
+        return pooled.to(point_features), is_empty
     slots = torch.arange(num_sampled_points, device=points.device)
     parts = []
     for image, (cloud, its_boxes) in enumerate(zip(inside, boxes, strict=True)):
         for rows in row_ranges(len(its_boxes), N):
             index, found = first_marked(_places(cloud, its_boxes[rows])[3], num_sampled_points)
             index = index.gather(1, slots % found.clamp(1, num_sampled_points)[:, None])
-            parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0).to(dtype))
+            parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0).to(point_features))
             is_empty[image, rows] = (found == 0).int()
-    return torch.cat(parts).view(pooled.shape) if parts else pooled.to(dtype), is_empty
+    return torch.cat(parts).view(pooled.shape) if parts else pooled.to(point_features), is_empty
 
 
 _LAYOUTS = {"points": "[B, N, 3]", "boxes": "[B, M, 7]"}

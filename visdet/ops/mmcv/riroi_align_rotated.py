@@ -66,7 +66,7 @@ def riroi_align_rotated(
     turn = constant(rois[:, 5], features) * (G / (2 * math.pi))
     turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
     start = turn.floor()
-    fraction = (turn - start)[:, None, None, None, None].to(pooled.dtype)
+    fraction = (turn - start)[:, None, None, None, None].to(pooled)
     first = (torch.arange(G, device=rois.device) - start[:, None]).remainder(G).long()  # [N, G]
     oriented = pooled.unflatten(1, (-1, G))
 

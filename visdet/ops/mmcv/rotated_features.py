@@ -58,7 +58,7 @@ def rotated_feature_align(
     samples = torch.where(counts[..., None], samples, -3.0)  # outside the map, where no pixel is read
     weights = torch.ones_like(samples[:, None, ..., 0])
     sums = sample_sum(features, samples, weights)  # [B, 1, Q, C]
-    return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features.dtype)
+    return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features)
 
 
 @declared(input="floating [M, C, G, KH, KW]", indices="integers [G, KH, KW, R]")
@@ -92,4 +92,4 @@ def active_rotated_filter(
     # A gradient sums R numbers, which 16-bit types would round one by one. That of a scatter is a gather.
     filters = widened(input.flatten(2), input)[:, None].expand(places.shape)
     rotated = torch.zeros_like(filters, memory_format=torch.contiguous_format).scatter(3, places, filters)
-    return rotated.to(input.dtype).view(M * R, C * G, height, width)
+    return rotated.to(input).view(M * R, C * G, height, width)

@@ -176,7 +176,7 @@ def indice_conv(
     ):
         product = wide[source].to(operands) @ weights[k].to(operands)
         output = output.index_add_(0, target, product.to(dtype))
-    return output.to(features.dtype) + empty_sum(features, weights)
+    return output.to(features) + empty_sum(features, weights)
 
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
@@ -185,7 +185,7 @@ def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K,
         raise ValueError(
             f"indice_conv: filters must be [*ksize, {C}, O] with {K} taps, got {list(filters.shape)}"
         )
-    return filters.flatten(0, -3)[:K].to(features.dtype)
+    return filters.flatten(0, -3)[:K].to(features)
 
 
 @declared(
@@ -217,7 +217,7 @@ def indice_conv_gradients(
         grad = grad_output[target].to(operands)
         grad_features.index_add_(0, source, (grad @ weights[k].T.to(operands)).to(dtype))
         grad_weights[k] = features[source].T.to(operands) @ grad
-    return grad_features.to(features.dtype), grad_weights.view(filters.shape).to(filters.dtype)
+    return grad_features.to(features), grad_weights.view(filters.shape).to(filters)
 
 
 @declared(
@@ -274,5 +274,5 @@ def indice_maxpool_gradient(
     taps = _of_each_tap(indice_pairs, indice_pair_num, len(features), len(output))
     for _, source, target in taps:
         passed = torch.where(features[source] == output[target], grad_output[target], 0)
-        grad.index_add_(0, source, passed.to(grad.dtype))
-    return grad.to(features.dtype)
+        grad.index_add_(0, source, passed.to(grad))
+    return grad.to(features)

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import check_layout, check_numbers, computation_dtype, is_index, places_in_groups, widened
+from .._arguments import (
+    check_layout,
+    check_numbers,
+    computation_dtype,
+    constant,
+    is_index,
+    places_in_groups,
+    widened,
+)
 from .._declared import check_indices, declared
 
 __all__ = [
@@ -58,7 +66,7 @@ def dynamic_voxelize(
         torch.as_tensor(given, dtype=dtype, device=device).detach() for given in (voxel_size, coors_range)
     )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
-    return _dynamic_voxelize(points.detach()[:, :ndim].to(dtype), size, corners)
+    return _dynamic_voxelize(constant(points[:, :ndim], points), size, corners)
 
 
 def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: Tensor) -> Tensor:
@@ -156,7 +164,7 @@ def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M
         return torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     key = keys_of_rows(rows[:, 0].long(), rows[:, 1:].T, extents[1:])
     unique, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
-    return rows_of_keys(unique, extents[1:]).to(rows.dtype), inverse, counts
+    return rows_of_keys(unique, extents[1:]).to(rows), inverse, counts
 
 
 @declared(
@@ -173,7 +181,7 @@ def scatter_to_voxels(
     inside = (coors >= 0).all(1).nonzero()[:, 0]
     voxels, voxel, count = _unique_rows(coors[inside])
     reduced = feats.new_zeros(len(voxels), feats.shape[1], dtype=computation_dtype(feats))
-    given = feats[inside].to(reduced.dtype)
+    given = feats[inside].to(reduced)
     if reduce_type == "max":
         index = voxel[:, None].expand_as(given)
         # torch divides the gradient of a maximum among all that are equal to it, what was there before included.
@@ -184,7 +192,7 @@ def scatter_to_voxels(
         reduced = reduced / count[:, None]
     voxel_of_point = coors.new_full((len(coors),), -1, dtype=torch.int32)
     voxel_of_point[inside] = voxel.int()
-    return reduced.to(feats.dtype), voxels, voxel_of_point, count.int()
+    return reduced.to(feats), voxels, voxel_of_point, count.int()
 
 
 def dynamic_scatter(
@@ -217,7 +225,7 @@ def _sum_into(cells: Tensor, values: Tensor, size: int) -> Tensor:  # [N] in 0..
     """Return the sum of the values of each cell, in float32 or better. Values of the cell ``size`` are dropped."""
     wide = widened(values, values)
     summed = wide.new_zeros(size + 1, values.shape[1]).index_add(0, cells, wide)
-    return summed[:size].to(values.dtype)
+    return summed[:size].to(values)
 
 
 @declared(
@@ -304,10 +312,9 @@ def bev_pool_v2(
     check_indices("bev_pool_v2", "ranks_depth", ranks_depth, depth.numel(), "depths")
     check_indices("bev_pool_v2", "ranks_feat", ranks_feat, feat.shape[:-1].numel(), "pixels")
     check_indices("bev_pool_v2", "ranks_bev", ranks_bev, cells, "cells")
-    dtype = computation_dtype(feat)
-    weight = depth.flatten().to(dtype)[ranks_depth.long(), None]
-    values = feat.flatten(0, -2).to(dtype)[ranks_feat.long()] * weight
-    return _sum_into(ranks_bev.long(), values, cells).to(feat.dtype)
+    weight = widened(depth.flatten(), feat)[ranks_depth.long(), None]
+    values = widened(feat.flatten(0, -2), feat)[ranks_feat.long()] * weight
+    return _sum_into(ranks_bev.long(), values, cells).to(feat)
 
 
 @declared(input_features="real [B, N, C]", geom_xyz="real [B, N, 3]", voxel_num="3 integers, at least 0")
