@@ -59,16 +59,19 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
         yield
     except Exception as error:
         given = {name: cfg[name] for name in sections if cfg.get(name) is not None}
-        match = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
-        for path, node in dicts_in(given) if match and not isinstance(error, UserError) else ():
+        place, text = _place_of(error, given), str(error)
+        if isinstance(error, UserError):
+            if not messages_name_it:
+                add_hint(error, f"in the config: {place}")
+            raise
+        match = _UNEXPECTED.search(text) if isinstance(error, TypeError) else None
+        for path, node in dicts_in(given) if match else ():
             if match and match[1] in node:
-                raise InvalidTypeError(f"{path}: {_unexpected(match[1], node) or error}") from error
-        place = _place_of(error, given)
-        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
-            reason = " ".join(str(error).split()) or type(error).__name__
+                raise InvalidTypeError(f"{path}: {_unexpected(match[1], node) or text}") from error
+        if isinstance(error, _REFUSALS) and _is_of_a_library(error):
+            reason = " ".join(text.split()) or type(error).__name__
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error
-        if not (messages_name_it and isinstance(error, UserError)):
-            add_hint(error, f"in the config: {place}")
+        add_hint(error, f"in the config: {place}")
         raise
 
 
@@ -79,8 +82,11 @@ def _unexpected(name: str, node: dict) -> str | None:
     """
     kind = node.get("type", DataLoader)
     if isinstance(kind, str):
-        of_config = [own for own in vars(registry).values() if isinstance(own, registry.Registry)]
-        kind = next((own.get(kind) for own in of_config if kind in own), None)
+        known_to = (
+            own for own in vars(registry).values() if isinstance(own, registry.Registry) and kind in own
+        )
+        owner = next(known_to, None)
+        kind = owner and owner.get(kind)
     known = parameters_of(kind) if kind else {name}
     if name in known:
         return None
@@ -114,10 +120,11 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
     with building(cfg, "model"):
         built = registry.MODELS.build(model)
         for name, parameter in built.named_parameters():
+            shape = [] if is_lazy(parameter) else list(parameter.shape)
             # A vector of no numbers often only holds a module's device.
-            if not is_lazy(parameter) and parameter.dim() > 1 and not parameter.numel():
+            if len(shape) > 1 and 0 in shape:
                 raise InvalidInputError(
-                    f"model cannot be built: {name} would have the shape {list(parameter.shape)}, without a number"
+                    f"model cannot be built: {name} would have the shape {shape}, without a number"
                 )
     return built
 

@@ -96,22 +96,17 @@ def check_counting(cfg: Any) -> None:
     Raises:
         ConfigError: one does, so that it would never act.
     """
-    train_cfg = cfg.get("train_cfg")
-    if (
-        not train_cfg
-        or not is_iteration_based(train_cfg)
-        or train_cfg.get("type") not in (None, "IterBasedTrainLoop")
-    ):
+    train_cfg = section_of(cfg, "train_cfg")
+    if not is_iteration_based(train_cfg) or train_cfg.get("type") not in (None, "IterBasedTrainLoop"):
         return
-    checkpoint = section_of(cfg, "default_hooks").get("checkpoint") or {"by_epoch": False}
-    parts = [("default_hooks.checkpoint", checkpoint)]
-    for schedule in several_of(cfg, "param_scheduler"):
-        # A plateau is looked for after each validation.
-        if isinstance(schedule, dict) and "ReduceOnPlateau" not in str(schedule.get("type")):
-            parts.append(("param_scheduler", schedule))
+    parts = [("default_hooks.checkpoint", section_of(cfg, "default_hooks").get("checkpoint"))]
+    parts += [("param_scheduler", schedule) for schedule in several_of(cfg, "param_scheduler")]
     for name, part in parts:
-        kind = part.get("type")
-        if kind and part.get("by_epoch", True) is True and not part.get("convert_to_iter_based"):
+        given = part.get if isinstance(part, dict) else {}.get
+        kind, by_epoch = given("type"), given("by_epoch", True) is True
+        # A plateau is looked for after each validation.
+        acts = not by_epoch or given("convert_to_iter_based") or "ReduceOnPlateau" in str(kind)
+        if kind and not acts:
             raise ConfigError(
                 f"{name} ({kind}) counts epochs, but train_cfg counts iterations, so that it would never "
                 "act. Give it by_epoch=False and its numbers in iterations"

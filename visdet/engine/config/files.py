@@ -46,10 +46,10 @@ def files_of_config(name: str, readers: tuple[str, ...] = ()) -> list[Path]:
     """Return the paths of a config and of the files that it inherits from, which are not run."""
     path = existing_config(name)
     readers = (*readers, path)
-    found = [Path(os.path.normpath(path))]
+    found = {Path(os.path.normpath(path)): None}
     for _, base, _ in _bases_of(_parsed(_text_of(path), path), readers):
-        found += files_of_config(base, readers)
-    return list(dict.fromkeys(found))
+        found |= dict.fromkeys(files_of_config(base, readers))
+    return list(found)
 
 
 def read_config(path: str) -> Config:
@@ -88,13 +88,14 @@ def _read(readers: tuple[str, ...], environment: dict[str, str]) -> dict[str, An
         readers: the config that the user has named, the base that leads to this config, and so on to this config.
     """
     path = readers[-1]
+    is_python = path.endswith(".py")
     text, marks = _marked(_text_of(path), path, environment)
     of_base = {}
-    if path.endswith(".py"):
+    if is_python:
         text = _OF_BASE.sub(_base_in_python, text)
         content: Any = _Filling(marks, path).visit(_parsed(text, path))
     else:
-        of_base = {f"{_BASE}{match[2]}": match[2] for match in _OF_BASE.finditer(text)}
+        of_base = {f"{_BASE}{place}": place for _, place in _OF_BASE.findall(text)}
         content = _filled(_loaded(_OF_BASE.sub(rf'"{_BASE}\2"', text), path), marks)
     bases: dict[str, Any] = ConfigDict()
     for base, file, scope in _bases_of(content, readers):
@@ -104,7 +105,7 @@ def _read(readers: tuple[str, ...], environment: dict[str, str]) -> dict[str, An
                 f"config {_shown(path)}: {base} and a base before it set {min(twice)!r}. Only one may"
             )
         bases.update(Config._dict_to_config_dict(ConfigDict(inherited), scope))
-    values = _executed(content, path, bases) if path.endswith(".py") else content
+    values = _executed(content, path, bases) if is_python else content
     # The base has made its visualizer of its own ``vis_backends``.
     if "vis_backends" in values and "visualizer" not in values and isinstance(bases.get("visualizer"), dict):
         values["visualizer"] = {"vis_backends": values["vis_backends"]}
@@ -147,27 +148,29 @@ def _marked(text: str, path: str, environment: dict[str, str]) -> tuple[str, dic
 
     def mark_of_variable(match: re.Match) -> str:
         quote, name, default = match.groups()
-        if name in os.environ:
-            environment[name] = os.environ[name]
+        value = os.environ.get(name)
+        if value is not None:
+            environment[name] = value
         elif not default:
             raise ConfigError(
                 f"config {_shown(path)}: {match[0]} needs the environment variable {name}, which is not set. Set it, "
                 f"or write a default: {{{{${name}:default}}}}"
             )
-        return mark_of(environment.get(name, default), bool(quote))
+        return mark_of(default if value is None else value, bool(quote))
 
     return _VARIABLE.sub(mark_of_variable, _PATH_PART.sub(mark_of_part, text)), marks
 
 
 def _filled(content: Any, marks: dict[str, str]) -> Any:
     """Return the content of a JSON or YAML file, or a text of any file, with values in place of their marks."""
-    if isinstance(content, str):
-        for mark, value in marks.items():
-            content = content.replace(mark, value)
-    elif isinstance(content, dict):
-        return {_filled(key, marks): _filled(value, marks) for key, value in content.items()}
-    elif isinstance(content, list | tuple):
-        return type(content)(_filled(value, marks) for value in content)
+    match content:
+        case str():
+            for mark, value in marks.items():
+                content = content.replace(mark, value)
+        case dict():
+            return {_filled(key, marks): _filled(value, marks) for key, value in content.items()}
+        case list() | tuple():
+            return type(content)(_filled(value, marks) for value in content)
     return content
 
 
@@ -179,13 +182,13 @@ class _Filling(ast.NodeTransformer):
         self.path = path
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        node.value = _filled(node.value, self.marks) if isinstance(node.value, str) else node.value
+        node.value = _filled(node.value, self.marks)
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in self.marks:
+        value = self.marks.get(node.id)
+        if value is None:
             return node
-        value = self.marks[node.id]
         try:
             ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
@@ -193,10 +196,7 @@ class _Filling(ast.NodeTransformer):
                 f"config {_shown(self.path)}, line {node.lineno}: outside of a text, a placeholder must stand for a "
                 f"number, a list or another literal, got {value:.80}"
             ) from error
-        literal = ast.parse(value.strip(), mode="eval").body
-        for part in ast.walk(literal):
-            ast.copy_location(part, node)
-        return literal
+        return ast.copy_location(ast.parse(value.strip(), mode="eval").body, node)
 
 
 def _parsed(text: str, path: str) -> ast.Module:
@@ -219,18 +219,19 @@ def _bases_of(content: Any, readers: tuple[str, ...]) -> list[tuple[str, str, st
     Raises:
         ConfigError: there is no such base, it is one of the readers, or it is a program that they may not run.
     """
-    found = [(name, *_path_of_base(name, readers[-1])) for name in _names_of_bases(content)]
+    first, last = readers[0], readers[-1]
+    found = [(name, *_path_of_base(name, last)) for name in _names_of_bases(content)]
     are_python = any(reader.endswith(".py") for reader in readers)
-    folder = Path(os.path.realpath(readers[0])).parent
+    folder = Path(first).resolve().parent
     for name, path, _ in found:
-        real = Path(os.path.realpath(path))
         if any(os.path.samefile(path, reader) for reader in readers):
             chain = " > ".join(map(_shown, (*readers, path)))
-            raise ConfigError(f"config {_shown(readers[0])} inherits from itself: {chain}")
-        if path.endswith(".py") and not (are_python or "::" in name or folder in real.parents):
+            raise ConfigError(f"config {_shown(first)} inherits from itself: {chain}")
+        is_near = Path(path).resolve().is_relative_to(folder)
+        if path.endswith(".py") and not (are_python or "::" in name or is_near):
             raise ConfigError(
-                f"config {_shown(readers[0])}: its base {_shown(path)} is a program outside of its folder, which only "
-                "a Python config may run. Copy the base to the folder, or write the config in Python"
+                f"config {_shown(first)}: its base {_shown(path)} is a program outside of its folder, which only a "
+                "Python config may run. Copy the base to the folder, or write the config in Python"
             )
     return found
 
@@ -241,11 +242,12 @@ def _names_of_bases(content: Any) -> list[str]:
     if isinstance(content, dict):
         bases = content.pop(_BASE, [])
     else:
-        for node in list(content.body):
+        body = content.body
+        for node in list(body):
             match node:
                 case ast.Assign(targets=[ast.Name("_base_")], value=names):
                     bases = eval(compile(ast.Expression(names), _BASE, "eval"), {})
-                    content.body.remove(node)
+                    body.remove(node)
     return [bases] if isinstance(bases, str) else list(bases)
 
 
@@ -255,19 +257,17 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
         return existing_config(base), None
     package, mark, inside = base.rpartition("::")
     folder = _configs_of(package) if mark else Path(os.path.abspath(reader)).parent
-    file = None if folder is None else os.path.join(folder, inside)
-    if file is None or not os.path.isfile(file):
-        near = [PACKAGE + inside.lstrip("./")]
-        if find_config(near[0]) is None:
-            like = named_like(file, folder) if file and folder else []
-            near = [package + mark + os.path.relpath(path, folder) for path in like]
-        reason = (
-            f"there is no base {file}. A path in {_BASE} is relative to the folder of the file that it stands in"
-            if file
-            else f"its base {base} is in a package that is not installed"
-        )
-        raise ConfigError(f"config {_shown(reader)}: {reason}{did_you_mean(near)}")
-    return file, package or None
+    near: list[str] = []
+    reason = f"its base {base} is in a package that is not installed"
+    if folder is not None:
+        file = os.path.join(folder, inside)
+        if os.path.isfile(file):
+            return file, package or None
+        near = [package + mark + os.path.relpath(path, folder) for path in named_like(file, folder)]
+        reason = f"there is no base {file}. A path in {_BASE} is relative to the folder of the file that it stands in"
+    of_package = PACKAGE + inside.lstrip("./")
+    hint = did_you_mean([of_package] if find_config(of_package) else near)
+    raise ConfigError(f"config {_shown(reader)}: {reason}{hint}")
 
 
 def _configs_of(package: str) -> Path | None:

@@ -14,7 +14,7 @@ from visdet.errors import InvalidTypeError, add_hint
 from visdet.registry import DATASETS
 
 from ..errors import ConfigError, nearest_names
-from .checks import SECTIONS, check_counting, check_sections, is_iteration_based, section_of
+from .checks import SECTIONS, check_counting, check_sections, is_iteration_based, section_of, several_of
 from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
 from .other_names import NAMES_OF_TRAINING
@@ -59,11 +59,12 @@ def load_config(
         raise InvalidTypeError(f"config must be a path, a name or a Config, got {type(config).__name__}")
     path = cfg.filename or "config"
     known_before = set(cfg)
-    for option, value in (options or {}).items():
-        if option.split(".")[0] == "vis_backends" and isinstance(cfg.get("visualizer"), dict):
+    given = options or {}
+    for option, value in given.items():
+        if option.partition(".")[0] == "vis_backends" and isinstance(cfg.get("visualizer"), dict):
             _set_option(cfg, f"visualizer.{option}", value)
         _set_option(cfg, option, value)
-    remarks = _check_options(options or {}, known_before, path)
+    remarks = _check_options(given, known_before, path)
     for key in cfg:  # Any other unknown key may be a helper variable of the config, which is a program.
         if key not in SECTIONS and (near := nearest_names(key, SECTIONS, cutoff=0.86, count=1)):
             raise ConfigError(f"config {path}: unknown key {key!r}; did you mean {near[0]!r}?")
@@ -81,15 +82,16 @@ def _set_option(cfg: Config, option: str, value: Any) -> None:
     """
     node: Any = cfg._cfg_dict
     *parents, last = option.split(".")
+    own = ConfigDict(value=copy.deepcopy(value))["value"]
     try:
         for key in parents:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, ConfigDict())
         place: Any = int(last) if isinstance(node, list) else last
         before = node[place] if isinstance(node, list) else node.get(place)
-        if isinstance(before, ConfigDict) and isinstance(value, dict):
-            before.merge(copy.deepcopy(value))
+        if isinstance(before, ConfigDict) and isinstance(own, dict):
+            before.merge(own)
         else:
-            node[place] = ConfigDict({"value": copy.deepcopy(value)})["value"]
+            node[place] = own
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"--cfg-options {option}={value}: the config has no such place: {error}") from error
 
@@ -100,15 +102,12 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
     Raises:
         ConfigError: there is no such module.
     """
-    custom = cfg.get("custom_imports")
-    if not custom:
-        return
-    names = custom.get("imports") or []
-    for module in [names] if isinstance(names, str) else names:
+    custom = section_of(cfg, "custom_imports")
+    for module in several_of(custom, "imports"):
         try:
             importlib.import_module(module)
         except Exception as error:
-            if isinstance(error, ImportError) and custom.get("allow_failed_imports", False):
+            if isinstance(error, ImportError) and custom.get("allow_failed_imports"):
                 warnings.warn(f"{path}: custom_imports: {module} cannot be imported: {error}", stacklevel=2)
                 continue
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
@@ -124,13 +123,13 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
     """Refuse options that begin with an unknown key, and return remarks on those that change a helper variable."""
     remarks = []
     for option in options:
-        key = option.split(".")[0]
+        key = option.partition(".")[0]
         if key in SECTIONS or key == "vis_backends":
             continue
         if key not in known_before:
-            near = nearest_names(key, SECTIONS.keys() | known_before)
-            hint = did_you_mean([repr(name) for name in near])
-            hint = f"; write {NAMES_OF_TRAINING[key]}" if key in NAMES_OF_TRAINING else hint
+            near = map(repr, nearest_names(key, SECTIONS.keys() | known_before))
+            other = NAMES_OF_TRAINING.get(key)
+            hint = f"; write {other}" if other else did_you_mean(list(near))
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
             f"--cfg-options {option} changes a helper variable of {path}. Keys that the config has computed from it "
@@ -166,15 +165,14 @@ def complete_config(cfg: Config) -> None:
         return
     by_epoch = not is_iteration_based(train_cfg)
     hooks = section_of(cfg, "default_hooks")
-    saves_by_epoch = section_of(hooks, "checkpoint").get("by_epoch", by_epoch)
-    interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
-    defaults = {
-        "checkpoint": {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval},
-        "logger": {"type": "LoggerHook", "log_metric_by_epoch": by_epoch},
-    }
-    for key, of_hook in defaults.items():
-        given = hooks.get(key, {})
-        hooks[key] = None if given is None else {**of_hook, **given}
+    checkpoint, logger = hooks.get("checkpoint", {}), hooks.get("logger", {})
+    if checkpoint is not None:
+        saves_by_epoch = checkpoint.get("by_epoch", by_epoch)
+        interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
+        default = {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval}
+        hooks["checkpoint"] = {**default, **checkpoint}
+    if logger is not None:
+        hooks["logger"] = {"type": "LoggerHook", "log_metric_by_epoch": by_epoch, **logger}
     cfg.default_hooks = hooks
     cfg.log_processor = {"by_epoch": by_epoch, **section_of(cfg, "log_processor")}
     check_counting(cfg)
@@ -187,16 +185,18 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
         ConfigError: parts are missing, which the message names; only some of the keys of validation or of testing are
             None.
     """
-    missing = [key for key in (_TRAINING_KEYS if for_training else _TEST_KEYS) if cfg.get(key) is None]
+    path, value_of = cfg.filename, cfg.get
+    missing = [key for key in (_TRAINING_KEYS if for_training else _TEST_KEYS) if value_of(key) is None]
     if missing:
-        raise ConfigError(f"config {cfg.filename} lacks {', '.join(missing)}")
-    for part in ("val", "test"):
+        raise ConfigError(f"config {path} lacks {', '.join(missing)}")
+    for part, stage in _STAGES.items():
         keys = [f"{part}_dataloader", f"{part}_cfg", f"{part}_evaluator"]
-        none = [key for key in keys if cfg.get(key) is None]
-        if 0 < len(none) < len(keys):
+        none = [key for key in keys if value_of(key) is None]
+        count = len(none)
+        if 0 < count < len(keys):
             raise ConfigError(
-                f"config {cfg.filename}: {' and '.join(none)} {'is' if len(none) == 1 else 'are'} None. To leave out "
-                f"{_STAGES[part]}, set all of {', '.join(keys)} to None"
+                f"config {path}: {' and '.join(none)} {'is' if count == 1 else 'are'} None. To leave out {stage}, set "
+                f"all of {', '.join(keys)} to None"
             )
 
 
