@@ -69,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
         importlib.import_module("argcomplete").autocomplete(parser)
     given = arguments or sys.argv[1:] or ["--help"]
-    if not given[0].startswith("-") and given[0] not in modules:
-        near = did_you_mean(given[0], modules) or ". `visdet --help` lists them"
-        parser.error(f"there is no command {given[0]!r}{near}")
+    first = given[0]
+    if not first.startswith("-") and first not in modules:
+        near = did_you_mean(first, modules) or ". `visdet --help` lists them"
+        parser.error(f"there is no command {first!r}{near}")
     options, others = parser.parse_known_args(given)
     command = options.command
     if command != "doctor":  # It tells what is not installed.
@@ -97,6 +98,6 @@ def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | 
     from visdet.engine import tool_session
     from visdet.engine.process.places import no_empty_folders
 
-    given = (vars(arguments).get(option) for option in ("out", "out_dir", "output_dir"))
-    with tool_session(), no_empty_folders(*filter(None, given)):
+    given = vars(arguments).get
+    with tool_session(), no_empty_folders(given("out"), given("out_dir"), given("output_dir")):
         return module.run(arguments)

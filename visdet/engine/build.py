@@ -90,10 +90,8 @@ def build_logger(name: str, log_file: str, level: int | str) -> MMLogger:
         logger = MMLogger.get_instance(name, log_level=level, log_file=log_file, file_mode="a")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"log_level must be a level of logging, such as 'INFO', got {level!r}") from error
-    logger.handlers[:] = [
-        handler for handler in logger.handlers if type(handler) is not logging.StreamHandler
-    ]
-    logger.handlers.append(ConsoleHandler())
+    files = [handler for handler in logger.handlers if type(handler) is not logging.StreamHandler]
+    logger.handlers[:] = [*files, ConsoleHandler()]
     return logger
 
 
@@ -138,27 +136,28 @@ def build_visualizer(cfg: Config, folder: str) -> Visualizer:
 
 def model_of(cfg: Config) -> nn.Module:
     """Return the model of a config, with the ``data_preprocessor`` of the config unless it has one itself."""
-    if isinstance(cfg.model, nn.Module):
-        return cfg.model
-    if cfg.get("data_preprocessor") is not None:
-        cfg.model.setdefault("data_preprocessor", cfg.data_preprocessor)
-    return build_model(cfg, cfg.model)
+    model, data_preprocessor = cfg.model, cfg.get("data_preprocessor")
+    if isinstance(model, nn.Module):
+        return model
+    if data_preprocessor is not None:
+        model.setdefault("data_preprocessor", data_preprocessor)
+    return build_model(cfg, model)
 
 
 def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Module:
     """Return a model on its device, wrapped if it is trained by several processes, on GPUs or on CPUs."""
     if is_model_wrapper(model):
         return model
-    model = model.to(get_device())
+    model, given = model.to(get_device()), cfg.get
     if not is_one_of_several:
         return revert_sync_batchnorm(model)
-    if cfg.get("sync_bn") is not None:
-        model = convert_sync_batchnorm(model, cfg.sync_bn)
-    given = cfg.get("model_wrapper_cfg") or {
+    if implementation := given("sync_bn"):
+        model = convert_sync_batchnorm(model, implementation)
+    options = given("model_wrapper_cfg") or {
         "broadcast_buffers": False,  # Each process keeps batch statistics of its own.
-        "find_unused_parameters": cfg.get("find_unused_parameters", False),
+        "find_unused_parameters": given("find_unused_parameters", False),
     }
-    wrapper = {"type": "MMDistributedDataParallel", **given}
+    wrapper = {"type": "MMDistributedDataParallel", **options}
     if issubclass(MODEL_WRAPPERS.get(wrapper["type"]), DistributedDataParallel):
         gpus = [int(os.environ["LOCAL_RANK"])] if torch.cuda.is_available() else None
         wrapper.setdefault("device_ids", gpus)
@@ -195,12 +194,12 @@ def check_before_data(runner: Any, *stages: str) -> None:
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
         with building(cfg, "optim_wrapper"):
-            runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
-            if isinstance(runner.optim_wrapper, OptimWrapperDict):
+            runner.optim_wrapper = optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+            if isinstance(optim_wrapper, OptimWrapperDict):
                 raise ConfigError(
                     "optim_wrapper must be that of one optimizer, which may have groups of parameters"
                 )
-            _check_parameters(runner.optim_wrapper, runner.model)
+            _check_parameters(optim_wrapper, runner.model)
         check_monitored(runner)
 
 
@@ -241,13 +240,15 @@ def initialize_weights(cfg: Config, model: Any) -> None:
         model.init_weights()
         for tensor in model.state_dict().values():
             broadcast(tensor)
-    for key, switch_on in (
-        ("activation_checkpointing", turn_on_activation_checkpointing),
-        ("efficient_conv_bn_eval", turn_on_efficient_conv_bn_eval),
-    ):
-        if cfg.get(key) is not None:
+    switches = {
+        "activation_checkpointing": turn_on_activation_checkpointing,
+        "efficient_conv_bn_eval": turn_on_efficient_conv_bn_eval,
+    }
+    for key, switch_on in switches.items():
+        parts = cfg.get(key)
+        if parts is not None:
             with building(cfg, key):
-                switch_on(model, cfg[key])
+                switch_on(model, parts)
 
 
 def compile_step(cfg: Config, steps: Any) -> None:
@@ -263,12 +264,13 @@ def build_train_loop(runner: Any) -> TrainLoop:
     Raises:
         ConfigError: ``train_cfg`` names a loop of one's own, or the data cannot be trained on.
     """
-    given = dict(runner.cfg.train_cfg)
+    cfg = runner.cfg
+    given = dict(cfg.train_cfg)
     name = "EpochBasedTrainLoop" if given.pop("by_epoch", True) else "IterBasedTrainLoop"
     kinds = {ByEpoch: EpochBasedTrainLoop, ByIteration: IterBasedTrainLoop}
     kind = _loop_class("train_cfg", given.pop("type", name), kinds)
-    with building(runner.cfg, "train_cfg", "train_dataloader"):
-        loop = kind(runner, runner.build_dataloader(runner.cfg.train_dataloader), **given)
+    with building(cfg, "train_cfg", "train_dataloader"):
+        loop = kind(runner, runner.build_dataloader(cfg.train_dataloader), **given)
         check_training_data(loop.dataloader, loop.by_epoch)
         return loop
 
@@ -282,9 +284,8 @@ def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
     config, loader, evaluator = (f"{stage}_{part}" for part in ("cfg", "dataloader", "evaluator"))
     cfg = runner.cfg
     given = dict(cfg[config])
-    kind = _loop_class(
-        config, given.pop("type", f"{stage.title()}Loop"), dict.fromkeys((ValLoop, TestLoop), EvaluationLoop)
-    )
+    kinds = {ValLoop: EvaluationLoop, TestLoop: EvaluationLoop}
+    kind = _loop_class(config, given.pop("type", f"{stage.title()}Loop"), kinds)
     with building(cfg, config, loader, evaluator):
         data = runner.build_dataloader(cfg[loader])
         metrics = runner.evaluators.get(stage) or build_evaluator(cfg, stage)
@@ -329,9 +330,9 @@ def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
     if isinstance(hook, Hook):
         return hook
     options = dict(hook)
-    name = str(options.get("type")).rsplit(".", 1)[-1]
+    priority = options.pop("priority", None)
+    name = str(options.get("type")).rpartition(".")[2]
     with building(cfg, "default_hooks", "custom_hooks"), build_step(name):
-        priority = options.pop("priority", None)
         made = HOOKS.build(options)
         if priority is not None:
             get_priority(priority)

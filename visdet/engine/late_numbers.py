@@ -76,8 +76,9 @@ class LateNumbers:
         if get_world_size() > 1:
             is_bad, highest = _agreed(outputs, device, signal)
             numbers |= {_BAD: is_bad, _SIGNAL: highest}
-        self._unread = iteration, HostCopy(numbers)
-        if self._unread[1].is_there:
+        copy = HostCopy(numbers)
+        self._unread = iteration, copy
+        if copy.is_there:
             self.read()
 
     def read(self) -> None:
@@ -95,13 +96,15 @@ class LateNumbers:
 
 def _agreed(outputs: Mapping[str, Any], device: torch.device, signal: int) -> tuple[Tensor, Tensor]:
     """Return whether a loss of any process is not finite, and the highest signal of all processes, on the device."""
-    losses = losses_among(outputs).values()
-    plain = [loss for loss in losses if not isinstance(loss, Tensor)]
+    plain, tensors = [], []
+    for loss in losses_among(outputs).values():
+        (tensors if isinstance(loss, Tensor) else plain).append(loss)
     is_bad_here = not all(map(math.isfinite, plain))
     # They are filled on the device, because a copy from memory that is not pinned would wait for the device.
     flags = torch.full((2,), float(signal), dtype=torch.float64, device=device)
-    flags[0].fill_(float(is_bad_here))
-    if tensors := [loss for loss in losses if isinstance(loss, Tensor)]:
-        flags[0] += (~stack_numbers(tensors).isfinite()).any()
+    is_bad, highest = flags
+    is_bad.fill_(float(is_bad_here))
+    if tensors:
+        is_bad += (~stack_numbers(tensors).isfinite()).any()
     all_reduce(flags, "max")
-    return flags[0], flags[1]
+    return is_bad, highest

@@ -52,10 +52,11 @@ def read_scalars(path: str | Path) -> dict[str, Curve]:
                 continue  # A run that was killed may leave an incomplete line.
             for name, value in record.items():
                 if isinstance(value, int | float):
-                    begin = first_step_of_file.setdefault(name, step)
-                    if begin == step:
-                        curves[name] = {s: v for s, v in curves[name].items() if s < step}
-                    curves[name][step] = value
+                    curve = curves[name]
+                    if first_step_of_file.setdefault(name, step) == step:
+                        curve = {s: v for s, v in curve.items() if s < step}
+                    curves[name] = curve
+                    curve[step] = value
     if not curves:
         raise UserError(f"{path}: the log holds no number yet")
     return dict(curves)
@@ -81,26 +82,24 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
     names = sorted(set().union(*runs.values()))
     panels = {}
     for title, pattern in _PANELS.items():
-        if chosen := [name for name in names if pattern.fullmatch(name)]:
+        if chosen := list(filter(pattern.fullmatch, names)):
             panels[title] = chosen
+    count = len(panels)
     if not panels:
         raise UserError(f"{', '.join(labels)}: the log holds neither a loss nor a learning rate nor an AP")
-    figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    figure = Figure(figsize=(6 * count, 4), layout="constrained")
     formats = figure.canvas.get_supported_filetypes()
     if Path(out_file).suffix.lstrip(".").lower() not in formats:
         raise UserError(f"the file of the curves must end in one of .{', .'.join(formats)}, got {out_file}")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    axes = figure.subplots(1, count, squeeze=False)[0]
     for axis, (title, chosen) in zip(axes, panels.items(), strict=True):
         for label, curves in zip(labels, runs.values(), strict=True):
             prefix = f"{label}: " if len(runs) > 1 else ""
             for name in filter(curves.get, chosen):
-                curve = curves[name]
-                marker = "o" if len(curve) < 20 else None
+                steps, values = zip(*sorted(curves[name].items()), strict=True)
                 short = name.rpartition("/")[2]
-                steps = sorted(curve)
-                axis.plot(
-                    steps, [curve[step] for step in steps], marker=marker, linewidth=1.2, label=prefix + short
-                )
+                marker = "o" if len(steps) < 20 else None
+                axis.plot(steps, values, marker=marker, linewidth=1.2, label=prefix + short)
         axis.set_title(title)
         axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
         axis.grid(alpha=0.3)

@@ -8,7 +8,8 @@ from mmengine.config import Config
 
 from visdet.registry import RUNNERS
 
-from .checkpoints.checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
+from .checkpoints.checkpoint import check_checkpoint_exists
+from .checkpoints.newest import newest_named
 from .checkpoints.resume import AUTO
 from .config.checks import section_of, several_of
 from .errors import ConfigError
@@ -24,16 +25,16 @@ def build_runner(cfg: Config) -> Any:
         UserError: the work_dir cannot be written, or the checkpoint to start from does not exist. Both are checked
             before anything is built.
     """
-    check_work_dir(cfg.work_dir)
+    folder = Path(cfg.work_dir)
+    check_work_dir(folder)
     for stage in ("val_evaluator", "test_evaluator"):
         for metric in several_of(cfg, stage):
             if isinstance(metric, dict) and (prefix := metric.get("outfile_prefix")):
                 check_work_dir(os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=...")
-    resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
+    resume, load_from = cfg.get("resume"), cfg.get("load_from")
     if isinstance(resume, str) and resume != AUTO:
         check_checkpoint_exists(resume, folder_is_fine=True)
-    has_run = any(Path(cfg.work_dir).glob("*.pth")) or Path(cfg.work_dir, LAST_CHECKPOINT).is_file()
-    may_resume = resume == AUTO and has_run
+    may_resume = resume == AUTO and (any(folder.glob("*.pth")) or newest_named(folder))
     if load_from and not may_resume:
         check_checkpoint_exists(load_from, folder_is_fine=resume is True)
     cfg.setdefault("runner_type", "DetRunner")
@@ -58,12 +59,11 @@ def enable_amp(cfg: Config) -> None:
     Raises:
         ConfigError: the config's optimizer wrapper is neither ``OptimWrapper`` nor ``AmpOptimWrapper``.
     """
-    kind = cfg.optim_wrapper.get("type", "OptimWrapper")
-    if kind == "AmpOptimWrapper":
-        return
-    if kind != "OptimWrapper":
+    wrapper = cfg.optim_wrapper
+    kind = wrapper.get("type", "OptimWrapper")
+    if kind not in ("OptimWrapper", "AmpOptimWrapper"):
         raise ConfigError(f"--amp needs optim_wrapper.type to be 'OptimWrapper', but the config has {kind!r}")
-    cfg.optim_wrapper.type = "AmpOptimWrapper"
+    wrapper.type = "AmpOptimWrapper"
 
 
 def enable_auto_scale_lr(cfg: Config) -> None:
@@ -102,7 +102,7 @@ def write_detections(cfg: Config, out_file: str) -> None:
     coco[0]["outfile_prefix"] = out_file.removesuffix(_COCO_RESULTS)
 
 
-def draw_detections(cfg: Config, folder: str) -> None:
+def draw_detections(cfg: Config, folder: str | os.PathLike) -> None:
     """Make a config draw the predictions of a test beside the ground truth. The pictures go to ``folder``."""
     hooks = section_of(cfg, "default_hooks")
     hook = hooks.get("visualization") or {"type": "DetVisualizationHook"}

@@ -174,18 +174,17 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**section_of(cfg, "test_cfg"), "fp16": True}
-    pictures = os.fspath(show_dir) if show_dir else ""
-    folders = [cfg.work_dir, pictures] if pictures else [cfg.work_dir]
-    with no_empty_folders(*folders), cpu_by_default():
+    with no_empty_folders(cfg.work_dir, show_dir), cpu_by_default():
         if out:
             write_detections(cfg, os.fspath(out))
-        if pictures:
-            check_work_dir(pictures, "--show-dir")
-            draw_detections(cfg, pictures)
+        if show_dir:
+            check_work_dir(show_dir, "--show-dir")
+            draw_detections(cfg, show_dir)
         metrics = build_runner(cfg).test()
-    for path, what in ((out, "predictions"), (show_dir, "pictures")):
-        if path:
-            say(f"{what}: {path}")
+    if out:
+        say(f"predictions: {out}")
+    if show_dir:
+        say(f"pictures: {show_dir}")
     return metrics
 
 

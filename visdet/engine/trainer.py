@@ -103,29 +103,30 @@ class DetRunner(RunCheckpoints):
     def _build(self, cfg: Config) -> None:
         self.cfg = cfg = RunConfig.copy_of(cfg)
         complete_config(cfg)
+        given = cfg.get
         self.work_dir = os.path.abspath(cfg.work_dir)
-        self.launcher = cfg.get("launcher", "none")
-        self.distributed = self.launcher != "none"
-        self.load_from: str | None = cfg.get("load_from")
+        self.launcher = launcher = given("launcher", "none")
+        self.distributed = launcher != "none"
+        self.load_from: str | None = given("load_from")
         self.resumed_from: str | None = None
-        self.trusts_checkpoints = cfg.get("trust_checkpoint", False)
-        self.allows_nonfinite = cfg.get("allow_nonfinite_weights", False)
-        register_checkpoint_readers(self.trusts_checkpoints, self.allows_nonfinite)
-        env_cfg = cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
-        self.timestamp = build.enter_environment(env_cfg, self.launcher)
+        self.trusts_checkpoints = trusts = given("trust_checkpoint", False)
+        self.allows_nonfinite = allows_nonfinite = given("allow_nonfinite_weights", False)
+        register_checkpoint_readers(trusts, allows_nonfinite)
+        env_cfg = given("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        self.timestamp = time = build.enter_environment(env_cfg, launcher)
         self.rank, self.world_size = get_dist_info()
         self._seed_with(dict(section_of(cfg, "randomness")))
-        given_name = cfg.get("experiment_name") or Path(cfg.filename or "").stem
-        self.experiment_name = f"{given_name}_{self.timestamp}".lstrip("_")
-        self.log_dir = self._log_dir = os.path.join(self.work_dir, self.timestamp)
-        os.makedirs(self.log_dir, exist_ok=True)
-        self.default_scope = DefaultScope.get_instance(self.experiment_name, scope_name=cfg.default_scope)
+        given_name = given("experiment_name") or Path(cfg.filename or "").stem
+        self.experiment_name = name = f"{given_name}_{time}".lstrip("_")
+        self.log_dir = self._log_dir = folder = os.path.join(self.work_dir, time)
+        os.makedirs(folder, exist_ok=True)
+        self.default_scope = DefaultScope.get_instance(name, scope_name=cfg.default_scope)
         self.log_processor = build.build_log_processor(cfg)
-        log_file = os.path.join(self.log_dir, f"{self.timestamp}.log")
-        self.logger = build.build_logger(self.experiment_name, log_file, cfg.get("log_level", "INFO"))
+        log_file = os.path.join(folder, f"{time}.log")
+        self.logger = build.build_logger(name, log_file, given("log_level", "INFO"))
         build.log_environment(self, env_cfg)
-        self.message_hub = MessageHub.get_instance(self.experiment_name)
-        self.visualizer = build.build_visualizer(cfg, self.log_dir)
+        self.message_hub = MessageHub.get_instance(name)
+        self.visualizer = build.build_visualizer(cfg, folder)
         self.visualizer.add_config(cfg)
         self.model: Any = build.wrap_model(cfg, build.model_of(cfg), self.distributed)
         self.model_name = type(unwrapped(self.model)).__name__
@@ -146,10 +147,9 @@ class DetRunner(RunCheckpoints):
 
     def _seed_with(self, randomness: dict[str, Any]) -> None:
         """Seed all generators. Without a seed, a deterministic run takes 0; else the main process draws one for all."""
-        self.randomness = randomness
-        self.deterministic = bool(randomness.get("deterministic", False))
-        seed = randomness.get("seed")
-        if self.deterministic:
+        seed, is_deterministic = randomness.get("seed"), bool(randomness.get("deterministic"))
+        self.randomness, self.deterministic = randomness, is_deterministic
+        if is_deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, torch refuses cuBLAS.
             seed = seed or 0
         self.seed = set_random_seed(**{**randomness, "seed": seed})
@@ -201,45 +201,48 @@ class DetRunner(RunCheckpoints):
         return self.model
 
     def _train(self) -> None:
-        if self.cfg.get("train_cfg") is None:
+        cfg, call_hook = self.cfg, self.call_hook
+        if cfg.get("train_cfg") is None:
             raise ConfigError(
                 "the config has no train_cfg, train_dataloader and optim_wrapper, which training needs"
             )
         found = self._find_checkpoint()
         build.check_before_data(self, "train", "val")
+        optim_wrapper = self.optim_wrapper
         loop, _ = self.train_loop, self.val_loop  # They read the data.
-        self.scale_lr(self.optim_wrapper, self.cfg.get("auto_scale_lr"))
-        self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, loop)
-        self.recipe = recipe_of(self.optim_wrapper.optimizer, self.param_schedulers)
+        self.scale_lr(optim_wrapper, cfg.get("auto_scale_lr"))
+        self.param_schedulers = schedules = build.build_schedules(cfg, optim_wrapper, loop)
+        self.recipe = recipe_of(optim_wrapper.optimizer, schedules)
         self.late_numbers = LateNumbers()
-        self.call_hook("before_run")
-        build.initialize_weights(self.cfg, unwrapped(self.model))
+        call_hook("before_run")
+        model, optim_wrapper = self.model, self.optim_wrapper  # A hook may replace them.
+        build.initialize_weights(cfg, unwrapped(model))
         random_state = self._start_from(found)
-        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-        build.let_updates_average(self.optim_wrapper, self.model)
-        share_gradients(self.graphs, self.optim_wrapper)
-        build.compile_step(self.cfg, self.steps)
-        self.call_hook("before_train")
+        optim_wrapper.initialize_count_status(model, loop.iter, loop.max_iters)
+        build.let_updates_average(optim_wrapper, model)
+        graphs, steps = self.graphs, self.steps
+        share_gradients(graphs, optim_wrapper)
+        build.compile_step(cfg, steps)
+        call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.
-            self.call_hook("before_train_epoch")
+            call_hook("before_train_epoch")
         if random_state is not None:
             set_random_state(random_state)
         if self._must_catch_up(loop):
             self._validate()
-        is_compiled = bool(self.cfg.get("compile"))
+        is_compiled = bool(cfg.get("compile"))
         with living_objects_not_collected(), compilations_told(is_compiled), signals_noted() as self._signal:
-            self.model.train()
-            graphs = self.graphs.values()
-            prepare_sizes(unwrapped(self.model), self.optim_wrapper, loop.dataloader, graphs, self.logger)
+            model.train()
+            prepare_sizes(unwrapped(model), optim_wrapper, loop.dataloader, graphs.values(), self.logger)
             if loop.by_epoch:
                 self._train_by_epochs(loop)
             else:
                 self._train_by_iterations(loop)
         self.late_numbers.read()
         if not loop.by_epoch:
-            self.call_hook("after_train_epoch")
-        self.call_hook("after_train")
-        self.call_hook("after_run")
+            call_hook("after_train_epoch")
+        call_hook("after_train")
+        call_hook("after_run")
 
     def _train_by_epochs(self, loop: TrainLoop) -> None:
         while not loop.is_finished():
@@ -247,10 +250,12 @@ class DetRunner(RunCheckpoints):
             self.model.train()
             # A checkpoint of an epoch's last iteration was saved before the hooks at the end of the epoch ran. A run
             # that resumes from it has only those hooks left to run.
-            length, done = len(loop.dataloader), loop.iter - loop.epoch * len(loop.dataloader)
+            loader, iteration = loop.dataloader, loop.iter
+            length = len(loader)
+            done = iteration - loop.epoch * length
             start = done if 0 < done <= length else 0
-            loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=start)
-            for index, batch in enumerate(loop.dataloader if start < length else (), start):
+            loader.batch_sampler.start_at(self.seed, iteration, skipped=start)
+            for index, batch in enumerate(loader if start < length else (), start):
                 self._train_step(index, batch)
             self.call_hook("after_train_epoch")
             loop.epoch += 1
@@ -258,8 +263,9 @@ class DetRunner(RunCheckpoints):
                 self._validate()
 
     def _train_by_iterations(self, loop: TrainLoop) -> None:
-        loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=loop.iter + loop.batches_ahead)
-        loop.dataloader_iterator = iter(loop.dataloader)
+        loader, done = loop.dataloader, loop.iter
+        loader.batch_sampler.start_at(self.seed, done, skipped=done + loop.batches_ahead)
+        loop.dataloader_iterator = iter(loader)
         while not loop.is_finished():
             self._train_step(loop.iter, next(loop.dataloader_iterator))
             if loop.is_validation_due():
@@ -267,16 +273,17 @@ class DetRunner(RunCheckpoints):
                 self.model.train()  # Not in each iteration: it takes the host 2 ms.
 
     def _train_step(self, index: int, batch: Any) -> None:
+        loop, numbers, signal = self.train_loop, self.late_numbers, self._signal
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
         device = next(self.model.parameters()).device
         with one_thread_beside_a_gpu(device):
             losses = self.steps.train_step(batch, self.optim_wrapper)
-        self.late_numbers.take(self.iter + 1, losses or {}, device, self._signal.number)
+        numbers.take(loop.iter + 1, losses or {}, device, signal.number)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
-        if number := self._signal.number if self.world_size == 1 else self.late_numbers.signal:
+        if number := signal.number if self.world_size == 1 else numbers.signal:
             self._save_interrupted()
             raise Interrupted(number)
-        self.train_loop.iter += 1
+        loop.iter += 1
 
     # ------------------------------------------------------------------ validation and tests
 
@@ -310,35 +317,38 @@ class DetRunner(RunCheckpoints):
 
     def _validate(self) -> None:
         """Validate within training, whose random state stays as it is."""
-        if self.val_loop is not None:
+        loop, signal, done = self.val_loop, self._signal, self.iter
+        if loop is not None:
             # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
-            self.message_hub.update_info(_VALIDATED, self.iter)
+            self.message_hub.update_info(_VALIDATED, done)
             # A run that goes on from a checkpoint of this iteration makes up for the validation.
-            self._signal.at_once = self._saved_at == self.iter
-            if self._signal.at_once and self._signal.number:
-                raise Interrupted(self._signal.number)
+            signal.at_once = may_end = self._saved_at == done
+            if may_end and signal.number:
+                raise Interrupted(signal.number)
             with preserved_random_state():
-                self._run_evaluation("val", self.val_loop)
-            self._signal.at_once = False
+                self._run_evaluation("val", loop)
+            signal.at_once = False
 
     def _run_evaluation(self, stage: str, loop: EvaluationLoop) -> dict[str, float]:
         """Return the metrics of a stage, which is 'val' or 'test'."""
+        call_hook = self.call_hook
         self.late_numbers.read()  # Damaged weights are not validated.
-        self.call_hook(f"before_{stage}")
-        self.call_hook(f"before_{stage}_epoch")
-        self.model.eval()
-        device = next(self.model.parameters()).device.type
-        steps = StagedModel(self.model, self.graphs)  # An evaluation begins without memory.
+        call_hook(f"before_{stage}")
+        call_hook(f"before_{stage}_epoch")
+        model = self.model  # A hook may replace it, as the one for augmented tests does.
+        model.eval()
+        device = next(model.parameters()).device.type
+        steps = StagedModel(model, self.graphs)  # An evaluation begins without memory.
         for index, batch in enumerate(loop.dataloader):
             with torch.no_grad():
-                self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
+                call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
                 with torch.autocast(device, torch.bfloat16, enabled=loop.fp16):
                     outputs = steps.test_step(batch, f"{stage}_step")
                 loop.process(batch, outputs)
-                self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
+                call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
         self.metrics = metrics = loop.evaluate()
-        self.call_hook(f"after_{stage}_epoch", metrics=metrics)
-        self.call_hook(f"after_{stage}")
+        call_hook(f"after_{stage}_epoch", metrics=metrics)
+        call_hook(f"after_{stage}")
         return metrics
 
     # ------------------------------------------------------------------ hooks
@@ -414,8 +424,8 @@ class DetRunner(RunCheckpoints):
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = self.work_dir  # A write to an open file does not name it.
-            if getattr(self, "logger", None) is not None:
-                log_fatal_error(self.logger, error, self.logger.log_file)
+            if logger := getattr(self, "logger", None):
+                log_fatal_error(logger, error, logger.log_file)
             raise
 
 

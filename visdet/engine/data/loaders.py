@@ -26,18 +26,21 @@ def build_dataloader(
     If there is a GPU, batches are in pinned memory unless the config says ``pin_memory=False``.
     """
     if isinstance(dataloader, dict):
+        given = dataloader.get
+        dataset = given("dataset")
         # torch would warn without a GPU.
-        pinned = torch.cuda.is_available() and dataloader.get("pin_memory", True)
-        patience = PATIENCE if dataloader.get("num_workers") else 0
+        pinned = torch.cuda.is_available() and given("pin_memory", True)
+        patience = PATIENCE if given("num_workers") else 0
         dataloader = {"timeout": patience, **dataloader, "pin_memory": pinned}
-    if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
-        dataset = DATASETS.build(dataloader["dataset"])  # mmengine's registry would not check its arguments.
-        if hasattr(dataset, "full_init"):
-            dataset.full_init()
-        dataloader = {**dataloader, "dataset": dataset}
+        if isinstance(dataset, dict):
+            dataset = DATASETS.build(dataset)  # mmengine's registry would not check its arguments.
+            if hasattr(dataset, "full_init"):
+                dataset.full_init()
+            dataloader["dataset"] = dataset
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-    if getattr(loader.worker_init_fn, "func", None) is not start_worker:
-        loader.worker_init_fn = functools.partial(start_worker, loader.worker_init_fn)
+    init = loader.worker_init_fn
+    if getattr(init, "func", None) is not start_worker:
+        loader.worker_init_fn = functools.partial(start_worker, init)
     report_lost_batches(loader)
     explain_collation(loader)
     if loader.pin_memory:
@@ -56,20 +59,21 @@ def check_training_data(dataloader: Any, by_epoch: bool) -> None:
         ConfigError: see above. Every process raises it.
     """
     batches: Any = dataloader.batch_sampler
-    if by_epoch and batches.endless_part is not None:
+    endless, dataset, count = batches.endless_part, dataloader.dataset, len(batches)
+    if by_epoch and endless is not None:
         raise ConfigError(
-            f"train_dataloader: {type(batches.endless_part).__name__} gives batches without end, so that the first "
-            "epoch would never end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, "
-            "such as DefaultSampler"
+            f"train_dataloader: {type(endless).__name__} gives batches without end, so that the first epoch would never "
+            "end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, such as "
+            "DefaultSampler"
         )
-    check_there_are_samples(dataloader.dataset, "train_dataloader")
-    if len(batches) == 0:
+    check_there_are_samples(dataset, "train_dataloader")
+    if count == 0:
         raise ConfigError(
-            f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
+            f"train_dataloader gives no batch: its data set has {len(dataset)} samples, "
             f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
             "Set batch_size to at most the number of samples of a process, or set drop_last=False"
         )
-    lengths = all_gather_object(len(batches)) if by_epoch else []
+    lengths = all_gather_object(count) if by_epoch else []
     if len(set(lengths)) > 1:
         raise ConfigError(
             f"train_dataloader: an epoch has {', '.join(map(str, lengths))} batches in the processes, but they must be "

@@ -72,21 +72,21 @@ def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
         with tempfile.TemporaryFile(dir=work_dir) as file:
             file.write(b"\0")
     except (OSError, ValueError) as error:
-        reason = (
-            "it is a file"
-            if isinstance(error, FileExistsError)
-            else getattr(error, "strerror", None) or error
-        )
+        is_file = isinstance(error, FileExistsError)
+        reason = "it is a file" if is_file else getattr(error, "strerror", None) or error
         raise UserError(
             f"folder {work_dir} cannot be written: {reason}; choose another one with {option}"
         ) from error
 
 
 @contextmanager
-def no_empty_folders(*folders: str) -> Iterator[None]:
-    """Remove those of the folders and their parents that the block has made, and left empty because it failed."""
+def no_empty_folders(*folders: str | os.PathLike | None) -> Iterator[None]:
+    """Remove those of the folders and their parents that the block has made, and left empty because it failed.
+
+    A folder that is None or "" is left out.
+    """
     new = []
-    for folder in map(Path, folders):
+    for folder in map(Path, filter(None, folders)):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         new += missing[-1:]
     try:
