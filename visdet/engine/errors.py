@@ -96,11 +96,13 @@ def log_fatal_error(logger: logging.Logger, error: BaseException, log_file: str 
         message = "".join(traceback.format_exception(error)).rstrip()
     if rank := os.environ.get("RANK"):
         message = f"(rank {rank}) {message}"
+    kind = logging.FileHandler
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, func="fatal error")
-    files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+    files = [handler for handler in logger.handlers if isinstance(handler, kind)]
     if not files and log_file is not None:
-        files = [logging.FileHandler(log_file, delay=True)]
-        files[0].setFormatter(logging.Formatter(_LOG_FORMAT, "%Y/%m/%d %H:%M:%S"))
+        file = kind(log_file, delay=True)
+        file.setFormatter(logging.Formatter(_LOG_FORMAT, "%Y/%m/%d %H:%M:%S"))
+        files.append(file)
     for handler in files:
         handler.handle(record)
 

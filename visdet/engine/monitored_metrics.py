@@ -23,13 +23,12 @@ def check_monitored(runner: Any) -> None:
     Raises:
         ConfigError: a metric is missing. The message names the place in the config and the metrics that there are.
     """
-    metrics = getattr(runner.evaluators.get("val"), "metrics", [])
-    if any(not hasattr(metric, "metric_names") for metric in metrics):
-        return
     known: list[str] = []
-    for metric in metrics:
-        prefix = f"{metric.prefix}/" if metric.prefix else ""
-        known += [prefix + name for name in metric.metric_names]
+    for metric in getattr(runner.evaluators.get("val"), "metrics", []):
+        names, prefix = getattr(metric, "metric_names", None), metric.prefix
+        if names is None:
+            return
+        known += [f"{prefix}/{name}" if prefix else name for name in names]
     for place, wanted in _monitored(runner):
         if not any(fnmatchcase(wanted, name) for name in known):
             near = nearest_names(wanted, known, count=1)
@@ -67,15 +66,16 @@ def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:
     """
     seen: set[tuple] = set()
     for metric in metrics:
+        kind = type(metric).__name__
         paths = {key: getattr(metric, key, None) for key in ("outfile_prefix", "out_file")}
         claims: set[tuple] = {(key, os.path.abspath(path), "") for key, path in paths.items() if path}
         if not (getattr(metric, "format_only", False) or paths["out_file"]):
             items = getattr(metric, "metric_items", [""])
-            claims |= {("prefix", metric.prefix, f"{type(metric).__name__} {item}") for item in items}
+            claims |= {("prefix", metric.prefix, f"{kind} {item}") for item in items}
         if clash := seen & claims:
             key, value, _ = min(clash)
             raise ConfigError(
-                f"{section}: two metrics, of which one is a {type(metric).__name__}, have {key}={value!r}, so that "
-                f"the results of one would replace those of the other. Give each a {key} of its own"
+                f"{section}: two metrics, of which one is a {kind}, have {key}={value!r}, so that the results of one "
+                f"would replace those of the other. Give each a {key} of its own"
             )
         seen |= claims

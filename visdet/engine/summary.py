@@ -84,17 +84,14 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
     if augmentation is None or cameras != 6:
         built = build_dataset(cfg, "test")
         return built[0], built[min(1, len(built) - 1)], "a sample of the test set"
-    height, width = augmentation["final_dim"]
+    size = height, width = augmentation["final_dim"]
     drawn = read_config("visdet::_base_/datasets/driving_scenes").test_dataloader.dataset
-    drawn.data_aug_conf.update(final_dim=(height, width), H=height, W=width)
-    scenes = dict(num_train=1, num_val=1, num_test=1, num_frames=2, image_size=(height, width))
+    drawn.data_aug_conf.update(final_dim=size, H=height, W=width)
+    scenes = dict(num_train=1, num_val=1, num_test=1, num_frames=2, image_size=size)
     with TemporaryDirectory() as folder:
         built = DATASETS.build({**drawn, "data_root": folder, "generator": scenes})
-        return (
-            built[0],
-            built[1],
-            f"a frame of six images of {height} x {width} pixels that follows on another",
-        )
+        earlier, frame = built[0], built[1]
+    return earlier, frame, f"a frame of six images of {height} x {width} pixels that follows on another"
 
 
 def resized_to(cfg: Config) -> tuple[int, int]:

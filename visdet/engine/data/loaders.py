@@ -62,8 +62,8 @@ def check_training_data(dataloader: Any, by_epoch: bool) -> None:
     endless, dataset, count = batches.endless_part, dataloader.dataset, len(batches)
     if by_epoch and endless is not None:
         raise ConfigError(
-            f"train_dataloader: {type(endless).__name__} gives batches without end, so that the first epoch would never "
-            "end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, such as "
+            f"train_dataloader: {type(endless).__name__} gives batches without end, so that the first epoch would "
+            "never end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, such as "
             "DefaultSampler"
         )
     check_there_are_samples(dataset, "train_dataloader")

@@ -17,20 +17,21 @@ def checked_launcher(launcher: str | None) -> str:
         UserError: the launcher is 'pytorch' but torchrun did not start the process, or a machine with GPUs runs more
             processes than it has GPUs.
     """
+    variables = os.environ
     if launcher is None:
-        launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
+        launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in variables else "none"
     check_choice("launcher", launcher, ("none", "pytorch"))
     if launcher == "none":
         return launcher
-    if "RANK" not in os.environ:
+    if "RANK" not in variables:
         raise UserError(
             "--launcher pytorch needs torchrun: torchrun --nproc-per-node 2 -m visdet train CONFIG --launcher pytorch"
         )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is not None and int(os.environ["LOCAL_RANK"]) >= gpus:
+    gpus, process = torch.cuda.device_count(), int(variables["LOCAL_RANK"])
+    if 0 < gpus <= process:
         raise UserError(
-            f"process {os.environ['LOCAL_RANK']} of this machine has no GPU, because the machine has only {gpus}. Use "
-            f"--nproc-per-node {gpus} or less"
+            f"process {process} of this machine has no GPU, because the machine has only {gpus}. Use --nproc-per-node "
+            f"{gpus} or less"
         )
     return launcher
 

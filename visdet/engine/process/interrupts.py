@@ -57,8 +57,9 @@ def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
     def interrupt(number: int, frame: Any) -> None:
         nonlocal last
         received.append(number)
-        if time.monotonic() - last > 5:
-            last = time.monotonic()
+        now = time.monotonic()
+        if now - last > 5:
+            last = now
             noted = _noting[-1] if _noting else None
             if noted and not (noted.at_once or noted.number):
                 noted.number = number
@@ -66,23 +67,27 @@ def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
                 raise Interrupted(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
-    before = {n: old for n, old in before.items() if old in (signal.SIG_DFL, signal.default_int_handler)}
-    for number in before:
-        signal.signal(number, interrupt)
+    default, set_handler = signal.SIG_DFL, signal.signal
+    before = {}
+    for number in _SIGNALS if is_main else ():
+        old = signal.getsignal(number)
+        if old in (default, signal.default_int_handler):
+            before[number] = old
+            set_handler(number, interrupt)
     try:
         yield received
     finally:
         for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if received and ends else old)
+            set_handler(number, default if received and ends else old)
 
 
 @contextmanager
 def signals_noted() -> Iterator[NotedSignal]:
     """Let the block end by itself at a signal, which is noted. Another one after five seconds interrupts it."""
-    _noting.append(NotedSignal())
+    noted = NotedSignal()
+    _noting.append(noted)
     try:
         with signals_interrupt(ends=False):
-            yield _noting[-1]
+            yield noted
     finally:
         _noting.pop()

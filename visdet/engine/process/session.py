@@ -32,18 +32,17 @@ def tool_session() -> Iterator[None]:
             leave_process_group()
         except (KeyboardInterrupt, Exception) as error:
             # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
-            rank = os.environ.get("RANK")
+            variable, hints, terminal = os.environ.get, hints_of(error), sys.stderr
+            rank = variable("RANK")
             if received or isinstance(error, KeyboardInterrupt):
                 number = received[0] if received else getattr(error, "number", signal.SIGINT)
                 if rank in (None, "0"):  # The main process alone says it.
-                    print(
-                        "; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True
-                    )
+                    print("; ".join([str(Interrupted(number)), *hints]), file=terminal, flush=True)
                 sys.exit(128 + number)
             message = explain(error)
-            if message is None or os.environ.get(SHOW_TRACEBACK):
+            if message is None or variable(SHOW_TRACEBACK):
                 if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
-                    print("\n".join(hints_of(error)), file=sys.stderr)
+                    print("\n".join(hints), file=terminal)
                 raise
-            print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+            print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=terminal, flush=True)
             sys.exit(1)
