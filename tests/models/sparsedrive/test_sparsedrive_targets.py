@@ -61,35 +61,32 @@ def test_denoising_matches_golden(monkeypatch):
         for actual, name in zip(made[step], names, strict=True):
             close(actual, expected[f"{step}/{name}"])
 
-    anchor, _, cls_target, _, valid, ids = made["first"]
+    anchor = made["first"].anchor
     anchor = torch.cat([anchor, anchor.new_zeros(*anchor.shape[:2], 1)], -1)
     # The ranks of these numbers are the permutation that the peer has drawn.
     monkeypatch.setattr(torch, "rand", lambda n, device: given["keep_groups"].argsort() / n)
-    carried = sampler.cache_dn(given["first_dn_feature"], anchor, cls_target, valid, ids)
+    carried = sampler.cache_dn(given["first_dn_feature"], anchor, made["first"])
     for name, value in carried.items():
         close(value, expected[f"cached/{name}"])
-    out = sampler.update_dn(
+    feature, anchor, queries = sampler.update_dn(
         given["instance_feature"],
         given["anchor_last"],
-        *(made["second"][i] for i in (1, 2, 4, 5)),
+        made["second"],
         int(given["num_normal"]),
         given["temporal_valid_mask"],
         carried,
     )
-    for actual, name in zip(
-        out,
-        ("instance_feature", "anchor", "box_target", "cls_target", "valid_mask", "id_target"),
-        strict=True,
-    ):
+    updated = dict(zip(names, queries, strict=True), instance_feature=feature, anchor=anchor)
+    del updated["attn_mask"]
+    for name, actual in updated.items():
         close(actual, expected[f"updated/{name}"])
 
 
 def test_denoising_without_temporal_groups_keeps_nothing():
     sampler = SparseBox3DTarget(num_dn_groups=2)
     queries = sampler.get_dn_anchors([torch.tensor([1])], [torch.ones(1, 9)], [torch.tensor([5])])
-    anchor, _, cls_target, _, valid, ids = queries
-    assert ids is None and anchor.shape == (1, 4, 10)
-    assert sampler.cache_dn(torch.zeros(1, 4, 8), anchor, cls_target, valid, ids) is None
+    assert queries.id_target is None and queries.anchor.shape == (1, 4, 10)
+    assert sampler.cache_dn(torch.zeros(1, 4, 8), queries.anchor, queries) is None
 
 
 @pytest.mark.parametrize("add_neg_dn", [False, True])

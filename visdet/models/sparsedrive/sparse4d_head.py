@@ -41,14 +41,13 @@ class Sparse4DState:
 class _Memory:
     """The instances of the previous frame [B, K, C], and whether each sample has them.
 
-    All layers attend to the same features, so that the values of the attention are computed only once. Without a
-    previous frame, the tensors are None.
+    All layers attend to the same features, so that the values of the attention are computed only once.
     """
 
-    feature: Tensor | None
-    value: Tensor | None
-    embed: Tensor | None
-    mask: Tensor | None
+    feature: Tensor
+    value: Tensor
+    embed: Tensor
+    mask: Any  # [B] bool
     history: tuple[bool, ...]
 
 
@@ -234,7 +233,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         state = self.enter(None, batch_size, None) if state is None else state
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)
-        attn_mask, updated = None, None
+        attn_mask, joined = None, denoising
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
@@ -247,9 +246,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                 feature = as_autocast_input(feature)
                 value = self.fc_before(feature)
                 feature = self.attend(layer, feature, embed_of_attention, value=value, attn_mask=attn_mask)
-            elif op == "norm":
-                feature = layer(feature)
-            elif op == "ffn":
+            elif op in ("norm", "ffn"):
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
             elif op == "deformable":
                 feature = layer(feature, anchor, embed, feature_maps, metas)
@@ -258,47 +255,48 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                 predicted.append((cls, anchor, qt))
                 if len(predicted) == self.num_single_frame_decoder < self.operation_order.count("refine"):
                     feature, anchor, bank_state = bank.update(bank_state, feature, anchor, cls)
-                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising, state)
+                    feature, anchor, joined = self._update_denoising(feature, anchor, denoising, state)
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
-                if len(predicted) > self.num_single_frame_decoder and memory.embed is not None:
+                if len(predicted) > self.num_single_frame_decoder and memory is not None:
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
-        of_frame = () if denoising is None else (denoising, updated or denoising)
+        of_frame = () if denoising is None or joined is None else (denoising, joined)
         output = _outputs_of_layers(predicted, N, of_frame)
         output |= dict(instance_feature=feature[:, :N], anchor_embed=embed[:, :N])
         queries = None
-        if of_frame:
-            joined = of_frame[1]
-            queries = self.sampler.cache_dn(
-                feature[:, N:], anchor[:, N:], joined.cls_target, joined.valid_mask, joined.id_target
-            )
+        if joined is not None:
+            queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, feature[:, :N], anchor[:, :N], cls[:, :N])
         if self.with_instance_id:
             threshold = None if self.decoder is None else self.decoder.score_threshold
             output["instance_id"], bank_state = bank.get_instance_id(bank_state, cls[:, :N], threshold)
         return output, Sparse4DState(bank_state, queries)
 
-    def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory:
-        """Return what the layers attend to of the previous frame."""
-        memory = _Memory(None, None, None, state.mask, state.history)
-        if state.cached_anchor is not None and state.cached_feature is not None:
-            memory.embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
-            # The previous frame may have been computed with another type of autocast.
-            memory.feature = state.cached_feature.to(autocast_dtype(feature))
-            if "temp_gnn" in self.operation_order and any(memory.history):
-                memory.value = self.fc_before(memory.feature)
-        return memory
+    def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory | None:
+        """Return what the layers attend to of the previous frame, or None if no sample has one."""
+        cached: Any = state.cached_feature
+        if "temp_gnn" not in self.operation_order or not any(state.history):
+            return None
+        # The previous frame may have been computed with another type of autocast.
+        past = cached.to(autocast_dtype(feature))
+        embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
+        return _Memory(past, self.fc_before(past), embed, state.mask, state.history)
 
     def _attend_to_memory(
-        self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
+        self,
+        layer: nn.Module,
+        feature: Tensor,
+        embed: Tensor,
+        memory: _Memory | None,
+        attn_mask: Tensor | None,
     ) -> Tensor:
         """Return the instances after attention to the instances of the previous frame.
 
         In samples without a previous frame they attend to one another.
         """
-        if memory.feature is None or memory.embed is None or memory.value is None or memory.mask is None:
+        if memory is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
@@ -335,30 +333,17 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
         """Return features, anchors and queries after the groups of the previous frame have replaced the first groups.
 
-        If there are no temporal groups, features and anchors are unchanged, and the queries are None.
+        Without groups of the previous frame, they are unchanged.
         """
-        if denoising is None or denoising.id_target is None or self.sampler.num_temp_dn_groups <= 0:
-            return feature, anchor, None
-        queries = state.denoising
-        if queries is not None:
-            past = queries["dn_anchor"]
-            moved = self.instance_bank.moved(past.flatten(1, 2), state.bank.step).view_as(past)
-            queries = {**queries, "dn_anchor": moved}
-        feature, anchor, reg_target, cls_target, valid_mask, id_target = self.sampler.update_dn(
-            feature,
-            anchor,
-            denoising.reg_target,
-            denoising.cls_target,
-            denoising.valid_mask,
-            denoising.id_target,
-            self.instance_bank.num_anchor,
-            state.bank.mask,
-            queries,
+        kept, bank = state.denoising, self.instance_bank
+        step: Any = state.bank.step
+        if denoising is None or denoising.id_target is None or kept is None:
+            return feature, anchor, denoising
+        past = kept["dn_anchor"]
+        moved = bank.moved(past.flatten(1, 2), step).view_as(past)
+        return self.sampler.update_dn(
+            feature, anchor, denoising, bank.num_anchor, state.bank.mask, {**kept, "dn_anchor": moved}
         )
-        updated = denoising._replace(
-            reg_target=reg_target, cls_target=cls_target, valid_mask=valid_mask, id_target=id_target
-        )
-        return feature, anchor, updated
 
     def criteria(self) -> dict[str, Sparse4DLoss]:
         """Return the criterion of the only task."""

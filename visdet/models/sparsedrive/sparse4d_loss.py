@@ -119,25 +119,13 @@ class Sparse4DLoss:
         quality = None if quality is None else quality.flatten(0, 2)
         cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
-        elements = {
-            f"{self.task_prefix}_loss_cls": self.loss_cls(
-                cls, torch.where(is_matched, cls_target, background), reduction_override="none"
-            )
-        }
+        labels = torch.where(is_matched, cls_target, background)
         learns = is_matched
         if self.cls_threshold_to_reg > 0:
             learns = learns & (cls.detach().amax(-1).sigmoid() > self.cls_threshold_to_reg)
-        elements |= self.loss_reg(
-            reg,
-            reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0),
-            weight=reg_weight,
-            prefix=f"{self.task_prefix}_",
-            quality=quality,
-            cls_target=cls_target,
-            mask=learns,
-            reduction_override="none",
-        )
-        return _by_layer(elements, num_positive, "_")
+        boxes = reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0)
+        options = {"weight": reg_weight, "quality": quality, "cls_target": cls_target, "mask": learns}
+        return self._by_layer((cls, labels, None), (reg, boxes), num_positive, "_", **options)
 
     def _denoising_targets(self, model_outs: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return (class, box, valid) of the queries, [n], [n, D] and [n].
@@ -164,37 +152,41 @@ class Sparse4DLoss:
         is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
         of_layers = [queries[later] for later in is_later]
         cls_target, reg_target, is_valid = (torch.cat(parts) for parts in zip(*of_layers, strict=True))
-        elements = {
-            f"{self.task_prefix}_loss_cls": self.loss_cls(
-                scores,
-                torch.where(cls_target >= 0, cls_target, background),
-                weight=is_valid.to(scores.dtype),
-                reduction_override="none",
-            )
-        }
-        elements |= self.loss_reg(
-            boxes[:, : reg_target.shape[1]],
-            reg_target,
-            weight=reg_scale.expand_as(reg_target),
-            prefix=f"{self.task_prefix}_",
-            mask=is_valid & (cls_target >= 0),
-            reduction_override="none",
-        )
+        is_box = cls_target >= 0
+        labels = torch.where(is_box, cls_target, background)
         divisors = num_valid[constants_on(num_valid.device, tuple(is_later))]
-        return _by_layer(elements, divisors, "_dn_")
+        return self._by_layer(
+            (scores, labels, is_valid.to(scores.dtype)),
+            (boxes[:, : reg_target.shape[1]], reg_target),
+            divisors,
+            "_dn_",
+            weight=reg_scale.expand_as(reg_target),
+            mask=is_valid & is_box,
+        )
 
+    def _by_layer(
+        self,
+        classes: tuple[Tensor, Tensor, Tensor | None],
+        boxes: tuple[Tensor, Tensor],
+        divisors: Tensor,
+        suffix: str,
+        **options: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Return the sum of each layer's losses over its divisor, by the name of the loss and of the layer.
 
-def _by_layer(elements: dict[str, Tensor], divisors: Tensor, suffix: str) -> dict[str, Tensor]:
-    """Return the sum of each layer's elements over its divisor, by the name of the loss and of the layer.
-
-    Args:
-        elements: [L * n, ...] of each loss, layer after layer. divisors: [L].
-    """
-    losses: dict[str, Tensor] = {}
-    for name, of_loss in elements.items():
-        sums = of_loss.unflatten(0, (len(divisors), -1)).flatten(1).sum(1) / divisors
-        losses |= {f"{name}{suffix}{layer}": of_layer for layer, of_layer in enumerate(sums.unbind())}
-    return losses
+        Args:
+            classes, boxes: predictions, targets and, for classes, weights [L * n, ...], layer after layer.
+            divisors: [L]. options: those of ``loss_reg``.
+        """
+        prefix = f"{self.task_prefix}_"
+        cls, labels, counts = classes
+        elements = {f"{prefix}loss_cls": self.loss_cls(cls, labels, counts, reduction_override="none")}
+        elements |= self.loss_reg(*boxes, prefix=prefix, reduction_override="none", **options)
+        losses: dict[str, Tensor] = {}
+        for name, of_loss in elements.items():
+            sums = of_loss.unflatten(0, (len(divisors), -1)).flatten(1).sum(1) / divisors
+            losses |= {f"{name}{suffix}{layer}": of_layer for layer, of_layer in enumerate(sums.unbind())}
+        return losses
 
 
 def _stacked(

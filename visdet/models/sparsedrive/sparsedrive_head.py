@@ -46,21 +46,19 @@ class SparseDriveHead(HeadOfTasks):
             name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
         }
         self.with_det, self.with_map, self.with_motion_plan = self.task_config.values()
-        if self.with_motion_plan and not (self.with_det and self.with_map):
-            raise InvalidInputError(
-                f"SparseDriveHead: with_motion_plan needs with_det and with_map, got {dict(task_config)}"
-            )
-        if not (self.with_det or self.with_map):
-            raise InvalidInputError(f"SparseDriveHead: task_config must have a task, got {dict(task_config)}")
-        if freeze_perception and not self.with_motion_plan:
-            raise InvalidInputError(
-                f"SparseDriveHead: freeze_perception needs with_motion_plan, got {dict(task_config)}"
-            )
+        has_both = self.with_det and self.with_map
+        for is_met, condition in (
+            (has_both or not self.with_motion_plan, "with_motion_plan needs with_det and with_map"),
+            (self.with_det or self.with_map, "task_config must have a task"),
+            (self.with_motion_plan or not freeze_perception, "freeze_perception needs with_motion_plan"),
+        ):
+            if not is_met:
+                raise InvalidInputError(f"SparseDriveHead: {condition}, got {dict(task_config)}")
         if self.with_det:
             self.det_head = MODELS.build(det_head)
         if self.with_map:
             self.map_head = MODELS.build(map_head)
-        if self.with_det and self.with_map and self.det_head.task_prefix == self.map_head.task_prefix:
+        if has_both and self.det_head.task_prefix == self.map_head.task_prefix:
             raise InvalidInputError(
                 f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {self.map_head.task_prefix!r}"
             )
@@ -72,14 +70,12 @@ class SparseDriveHead(HeadOfTasks):
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))
-            most = max(
-                (layer.num_cls for layer in self.det_head.layers if hasattr(layer, "num_cls")), default=0
-            )
-            anchors = self.motion_plan_head.motion_anchor
-            if most > len(anchors):  # A class of boxes would have no trajectories that motion starts from.
+            classes = self.det_head.criterion.num_classes or 0
+            given = len(self.motion_plan_head.motion_anchor)
+            if classes > given:  # A class of boxes would have no trajectories that motion starts from.
                 raise InvalidInputError(
-                    f"SparseDriveHead: motion_anchor of motion_plan_head must have the {most} classes of det_head, "
-                    f"got {len(anchors)}"
+                    f"SparseDriveHead: motion_anchor of motion_plan_head must have the {classes} classes of det_head, "
+                    f"got {given}"
                 )
 
     @property

@@ -144,11 +144,16 @@ class SparseBox3DDecoder:
         self.sorted = sorted
         self.min_distance = min_distance
 
-    def best(self, logits: Tensor, quality: Tensor | None, once_each: bool) -> BestPredictions:
-        """Return the best predictions of a decoder layer, see ``select_best``."""
-        return select_best(
-            logits, 300 if self.num_output is None else self.num_output, quality, self.sorted, once_each
-        )
+    def best(
+        self, logits: Tensor, boxes: Tensor, instance_id: Tensor | None, quality: Tensor | None
+    ) -> tuple[BestPredictions, dict[str, Tensor]]:
+        """Return the best predictions of a decoder layer, see ``select_best``, and what ``rows_to_keep`` says of them.
+
+        The arguments are those of ``select`` for this layer.
+        """
+        num_output = 300 if self.num_output is None else self.num_output
+        best = select_best(logits, num_output, quality, self.sorted, once_each=instance_id is not None)
+        return best, rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
 
     @torch.no_grad()
     def select(
@@ -171,7 +176,7 @@ class SparseBox3DDecoder:
         """
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
-        best = self.best(cls_scores[output_idx], of_layer, once_each=instance_id is not None)
+        best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
         results = {
             "boxes_3d": decode_box(rows_at(best.query, boxes)),
             "scores_3d": best.score,
@@ -181,4 +186,4 @@ class SparseBox3DDecoder:
             results["cls_scores"] = best.class_score
         if instance_id is not None:
             results["instance_ids"] = instance_id.gather(1, best.query)
-        return results | rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
+        return results | is_kept

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
-from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
+from .box3d import CNS, SIN_YAW, VX, YNS, W, X
+
+_HEADING = slice(SIN_YAW, VX)  # (sin, cos) of the yaw
 
 
 @MODELS.register_module()
@@ -68,9 +70,7 @@ class SparseBox3DLoss(nn.Module):
         if self.cls_allow_reverse is not None and cls_target is not None:
             box_target = self.reversed_target(box, box_target, cls_target)
         if mask is not None:
-            weight = (
-                mask[:, None].to(box.dtype) if weight is None else torch.where(mask[:, None], weight, 0.0)
-            )
+            weight = torch.where(mask[:, None], 1.0 if weight is None else weight, 0.0)
         reduction = {"avg_factor": avg_factor, "reduction_override": reduction_override}
         losses = {f"{prefix}loss_box{suffix}": self.loss_box(box, box_target, weight=weight, **reduction)}
         if quality is None:
@@ -93,11 +93,10 @@ class SparseBox3DLoss(nn.Module):
         for label in self.cls_allow_reverse or ():
             may_turn = may_turn | (cls_target == label)
         turn = may_turn & (self._yaw_similarity(box, box_target) < 0)
-        yaw = slice(SIN_YAW, COS_YAW + 1)
-        turned = torch.where(turn[:, None], -box_target[:, yaw], box_target[:, yaw])
-        return torch.cat([box_target[:, :SIN_YAW], turned, box_target[:, COS_YAW + 1 :]], dim=-1)
+        heading = box_target[:, _HEADING]
+        turned = torch.where(turn[:, None], -heading, heading)
+        return torch.cat([box_target[:, :SIN_YAW], turned, box_target[:, VX:]], dim=-1)
 
     @staticmethod
     def _yaw_similarity(box: Tensor, box_target: Tensor) -> Tensor:
-        yaw = slice(SIN_YAW, COS_YAW + 1)
-        return F.cosine_similarity(box_target[:, yaw], box[:, yaw].detach(), dim=-1)
+        return F.cosine_similarity(box_target[:, _HEADING], box[:, _HEADING].detach(), dim=-1)

@@ -110,7 +110,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             device: the device of the result.
         """
         labels = [label.cpu() for label in cls_target]
-        boxes = self.encode_reg_target(box_target, torch.device("cpu"))
+        boxes = [encode_box(box.cpu()) for box in box_target]
         weights = [self._instance_weights(label, box) for label, box in zip(labels, boxes, strict=True)]
         return PaddedInstances.of(labels, boxes, weights, device)
 
@@ -129,12 +129,6 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
-
-    def encode_reg_target(
-        self, box_target: Sequence[Tensor], device: torch.device | None = None
-    ) -> list[Tensor]:
-        """Return each sample's boxes [N, 7 + v] encoded, [N, 8 + v]."""
-        return [encode_box(box if device is None else box.to(device)) for box in box_target]
 
     def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
@@ -156,7 +150,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         so that there are few shapes.
 
         Args:
-            cls_target: [N] of each sample.
+            cls_target: [N] of each sample, on the device of all arguments.
             box_target: [N, 9] of each sample, with yaw in radians. NaN counts as 0.
             gt_instance_id: [N] of each sample. It is only used if there are temporal groups.
         """
@@ -223,25 +217,22 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             )
 
         labels = padded(cls_target, _PADDING).long()
-        boxes = padded(self.encode_reg_target(box_target, labels.device), 0).nan_to_num()
+        boxes = padded([encode_box(box) for box in box_target], 0).nan_to_num()
         boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
         ids = None
         if gt_instance_id is not None:
-            ids = padded([row.to(labels.device) for row in gt_instance_id], -1).long()
+            ids = padded(gt_instance_id, -1).long()
         return labels, boxes, ids
 
     def update_dn(
         self,
         instance_feature: Tensor,
         anchor: Tensor,
-        dn_reg_target: Tensor,
-        dn_cls_target: Tensor,
-        valid_mask: Tensor,
-        dn_id_target: Tensor | None,
+        queries: DenoisingQueries,
         num_normal_anchor: int,
-        temporal_valid_mask: Tensor | None,
-        state: Mapping[str, Tensor] | None,
-    ) -> tuple[Any, ...]:
+        temporal_valid_mask: Tensor,
+        state: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, DenoisingQueries]:
         """Replace the first groups of queries by those that were kept from the previous frame.
 
         The target of a kept query is the box of this frame that has its id, or background if there is none. Ids must be
@@ -249,19 +240,16 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
 
         Args:
             instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D]. The first N rows are no denoising queries.
-            dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
-            num_normal_anchor: N.
-            temporal_valid_mask: [B] bool, whether a sample has history. With None no sample has.
+            queries: those of this frame, which have ids. num_normal_anchor: N.
+            temporal_valid_mask: [B] bool, whether a sample has history.
             state: the result of ``cache_dn`` for the previous frame, with its anchors moved to this frame.
 
         Returns:
-            The first six arguments, with the kept queries in them.
+            The first three arguments, with the kept queries in them.
         """
-        unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
-        if state is None or temporal_valid_mask is None or dn_id_target is None:
-            return unchanged
+        own_ids: Any = queries.id_target
         N, G = num_normal_anchor, self.num_dn_groups
-        ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
+        ids, reg_target = _grouped(own_ids, G), _grouped(queries.reg_target, G)
         state_ids = state["dn_id_target"]
         T = state_ids.shape[1]  # temporal groups
         is_same = state_ids[..., None] == ids[:, :T, None]  # [B, T, n before, n]
@@ -274,45 +262,46 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             state["valid_mask"],
             state_ids,
         )
-        fresh: tuple[Any, ...] = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
+        of_instances = instance_feature[:, N:], anchor[:, N:]
+        of_queries = queries.reg_target, queries.cls_target, queries.valid_mask, own_ids
         merged = []
-        for old, new in zip(of_state, fresh, strict=True):
+        for old, new in zip(of_state, (*of_instances, *of_queries), strict=True):
             new = _grouped(new, G)
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
             old = old[:, :, : new.shape[2]]  # It gets as many queries in a group as there are now.
             old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, new.shape[2] - old.shape[2])).to(new.dtype)
             old = torch.where(has_history, old, new[:, :T])
             merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))
-        merged[0] = torch.cat([instance_feature[:, :N], merged[0]], dim=1)
-        merged[1] = torch.cat([anchor[:, :N], merged[1]], dim=1)
-        return tuple(merged)
+        feature, anchors, reg_target, cls_target, valid_mask, ids = merged
+        return (
+            torch.cat([instance_feature[:, :N], feature], dim=1),
+            torch.cat([anchor[:, :N], anchors], dim=1),
+            queries._replace(
+                reg_target=reg_target, cls_target=cls_target, valid_mask=valid_mask, id_target=ids
+            ),
+        )
 
     def cache_dn(
-        self,
-        dn_instance_feature: Tensor,
-        dn_anchor: Tensor,
-        dn_cls_target: Tensor,
-        valid_mask: Tensor,
-        dn_id_target: Tensor | None,
+        self, dn_instance_feature: Tensor, dn_anchor: Tensor, queries: DenoisingQueries
     ) -> dict[str, Tensor] | None:
         """Return what the next frame needs of ``num_temp_dn_groups`` groups, which are drawn at random.
 
         Args:
-            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The other arguments are [B, G·n].
+            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. queries: those of the frame.
 
         Returns:
-            The arguments by their names, [B, T, n, ...] of T groups, or None without temporal groups or ids.
+            Features, anchors and targets by name, [B, T, n, ...] of T groups, or None without temporal groups or ids.
         """
-        if self.num_temp_dn_groups <= 0 or dn_id_target is None:
+        if queries.id_target is None:
             return None
         order = torch.rand(self.num_dn_groups, device=dn_anchor.device).argsort()
         drawn = order[: self.num_temp_dn_groups].sort().values
         values = {
             "dn_instance_feature": dn_instance_feature,
             "dn_anchor": dn_anchor,
-            "dn_cls_target": dn_cls_target,
-            "valid_mask": valid_mask,
-            "dn_id_target": dn_id_target,
+            "dn_cls_target": queries.cls_target,
+            "valid_mask": queries.valid_mask,
+            "dn_id_target": queries.id_target,
         }
         return {
             name: _grouped(value.detach(), self.num_dn_groups).index_select(1, drawn)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,11 +32,7 @@ class LinesL1Loss(ReducedLoss):
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each coordinate of polylines pred against target, both [..., 2 · points]."""
         pred = at_least_float32(pred)
-        loss = (
-            F.smooth_l1_loss(pred, target, reduction="none", beta=self.beta)
-            if self.beta > 0
-            else (pred - target).abs()
-        )
+        loss = F.smooth_l1_loss(pred, target, reduction="none", beta=self.beta)
         return loss / (pred.shape[-1] // 2)
 
 
@@ -84,7 +81,7 @@ class SparseLineLoss(nn.Module):
         """
         line = at_least_float32(line)
         if mask is not None:
-            weight = mask[:, None].to(line.dtype) if weight is None else weight * mask[:, None]
+            weight = torch.where(mask[:, None], 1.0 if weight is None else weight, 0.0)
         loss = self.loss_line(
             normalize_line(line, self.num_sample, self.roi_size),
             normalize_line(line_target, self.num_sample, self.roi_size),

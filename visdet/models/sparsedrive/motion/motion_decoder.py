@@ -12,7 +12,7 @@ from visdet.registry import TASK_UTILS
 from visdet.structures.rotated_boxes import turned
 
 from ..boxes.box3d import L, W, decode_box, yaw_of
-from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
+from ..boxes.box3d_decoder import SparseBox3DDecoder
 from ..sample_batch import field_of, probabilities_of
 from .motion_target import steps_of
 
@@ -63,11 +63,12 @@ class SparseBox3DMotionDecoder(SparseBox3DDecoder):
             [B, n, frames, 7 + v], the boxes of the last frames; ``period`` [B, n], the number of frames for which a box
             has been tracked; and ``is_kept`` [B, n] if rows are left out.
         """
+        boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
-        best = self.best(cls_scores[output_idx], of_layer, once_each=instance_id is not None)
+        best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
         query = best.query
         batch = torch.arange(query.shape[0], device=query.device)[:, None]
-        centre = box_preds[output_idx][batch, query, :2]
+        centre = boxes[batch, query, :2]
         steps = motion_output["prediction"][-1][batch, query]
         queue = torch.stack(motion_output["anchor_queue"], 2)[batch, query]
         results = {
@@ -76,7 +77,7 @@ class SparseBox3DMotionDecoder(SparseBox3DDecoder):
             "anchor_queue": decode_box(queue),
             "period": motion_output["period"][batch, query],
         }
-        return results | rows_to_keep(best, box_preds[output_idx], self.score_threshold, self.min_distance)
+        return results | is_kept
 
 
 @TASK_UTILS.register_module()

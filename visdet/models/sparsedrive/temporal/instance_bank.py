@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
@@ -26,6 +27,11 @@ def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tens
     """
     confidence, index = confidence.topk(k, dim=1)
     return confidence, [rows_at(index, x) for x in inputs]
+
+
+def confidence_of(logits: Tensor) -> Tensor:
+    """Return the probability [B, Q] of the best class of logits [B, Q, classes], in float32 and without gradients."""
+    return logits.detach().float().amax(-1).sigmoid()
 
 
 @temporal_value
@@ -164,17 +170,18 @@ class InstanceBank(ModuleWithAnchors):
         self.require_anchors()
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
-        step, cached = state.step, state.cached_anchor
-        if step is None or cached is None:
+        cached: Any = state.cached_anchor
+        step = state.step
+        if step is None:
             return feature, anchor, anchor.new_full((batch_size,), self.default_time_interval), state
         return feature, anchor, step.interval, replace(state, cached_anchor=self.moved(cached, step))
 
-    def moved(self, anchor: Tensor, step: DeviceStep | None) -> Tensor:
+    def moved(self, anchor: Tensor, step: DeviceStep) -> Tensor:
         """Return anchors [B, n, D] of the previous frame at the place and time of the current one.
 
-        Without a previous frame or an ``anchor_handler`` they are unchanged.
+        Without an ``anchor_handler`` they are unchanged.
         """
-        if step is None or self.anchor_handler is None:
+        if self.anchor_handler is None:
             return anchor
         return self.anchor_handler.anchor_projection(anchor, step.previous_to_current, -step.seconds)
 
@@ -193,16 +200,18 @@ class InstanceBank(ModuleWithAnchors):
         Returns:
             features, anchors, and the state.
         """
-        if state.cached_feature is None or state.cached_anchor is None or state.mask is None:
+        cached_feature: Any = state.cached_feature
+        cached_anchor: Any = state.cached_anchor
+        if state.mask is None:
             return instance_feature, anchor, state
         N, has_history = self.num_anchor, state.mask[:, None, None]
         _, (feature_kept, anchor_kept) = topk(
             confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
         )
         feature_of_history = torch.cat(
-            [state.cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
+            [cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
         )
-        anchor_of_history = torch.cat([state.cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
+        anchor_of_history = torch.cat([cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
         known, ids = state.confidence, state.instance_id
         state = replace(
             state,
@@ -232,7 +241,7 @@ class InstanceBank(ModuleWithAnchors):
             return state
         if state.step is not None:  # ``update`` has not put the cached instances among those of this frame.
             state = replace(state, confidence=None, instance_id=None)
-        confidence = confidence.detach().float().amax(-1).sigmoid()
+        confidence = confidence_of(confidence)
         if state.confidence is not None:
             decayed = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
             confidence = torch.cat([decayed, confidence[:, K:]], dim=1)
@@ -258,7 +267,7 @@ class InstanceBank(ModuleWithAnchors):
             state: the result of ``cache``. confidence: [B, N, classes], logits.
             threshold: the least probability that starts a track. With None every instance starts one.
         """
-        confidence = confidence.detach().float().amax(-1).sigmoid()
+        confidence = confidence_of(confidence)
         ids = torch.full_like(confidence, -1, dtype=torch.int64)
         K, known = self.num_temp_instances, state.instance_id
         if K <= 0:
@@ -271,7 +280,7 @@ class InstanceBank(ModuleWithAnchors):
         count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
         ids = torch.where(is_new, count.view_as(ids) - 1 + state.prev_id, ids)
         state = replace(state, prev_id=state.prev_id + count[-1])
-        order = confidence if state.temp_confidence is None else state.temp_confidence
+        order: Any = state.temp_confidence
         _, (kept,) = topk(order, K, ids.unsqueeze(-1))
-        others = kept.new_full((ids.shape[0], self.num_anchor - K), -1)
-        return ids, replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))
+        padded = F.pad(kept.squeeze(-1), (0, self.num_anchor - K), value=-1)
+        return ids, replace(state, instance_id=padded)

@@ -17,6 +17,7 @@ from ...rows import rows_at
 from ..boxes.box3d import VX, VY
 from ..mlp import linear_relu_ln
 from .frame_clock import DeviceStep, FrameStep
+from .instance_bank import confidence_of
 from .plain_values import temporal_value
 
 _EGO_SIZE_M = (4.08, 1.73, 1.56)
@@ -249,7 +250,7 @@ class InstanceQueue(BaseModule):
         """
         return replace(
             state,
-            confidence=det_output["classification"][-1].detach().float().sigmoid().amax(-1),
+            confidence=confidence_of(det_output["classification"][-1]),
             instance_id=det_output["instance_id"],
             ego_status=ego_status.detach(),
             ego_features=(*state.ego_features[:-1], ego_feature.detach()),
