@@ -40,7 +40,7 @@ def bridge(package):
         bridge.replace(module.Car, "wheels", 4)
         yield "speed"
 
-    made = _bridge.Bridge("vehicle", "vehicle", lambda name: name == package, patch)
+    made = _bridge.Bridge("vehicle", "vehicle", package, patch)
     yield made
     made.uninstall()
 
@@ -96,7 +96,7 @@ def test_the_context_manager_leaves_what_it_found(bridge, package):
 
 
 def test_a_package_that_is_not_installed_is_named():
-    bridge = _bridge.Bridge("nothing", "no_such_package", lambda name: False, lambda module, bridge: [])
+    bridge = _bridge.Bridge("nothing", "no_such_package", "", lambda module, bridge: [])
     with pytest.raises(ImportError, match=r"visdet\.compat\.nothing: no_such_package is not installed"):
         bridge.install()
     assert not bridge.is_installed
@@ -104,7 +104,7 @@ def test_a_package_that_is_not_installed_is_named():
 
 @pytest.mark.parametrize("name, version", [("numpy", r"\d.*"), ("vehicle", r"\(unknown version\)")])
 def test_a_changed_package_is_named_with_its_version(name, version, package):
-    bridge = _bridge.Bridge("arrays", name, lambda name: False, lambda module, bridge: [])
+    bridge = _bridge.Bridge("arrays", name, "", lambda module, bridge: [])
     with pytest.warns(
         _bridge.CompatWarning, match=rf"in {name} {version}, {name}\.spin takes \(\).*visdet-ops"
     ):
@@ -119,7 +119,7 @@ def test_a_warning_that_is_an_error_leaves_nothing_installed(package):
 
     module = importlib.import_module(package)
     before, finders = state(module), list(sys.meta_path)
-    bridge = _bridge.Bridge("vehicle", "vehicle", lambda name: name == package, patch)
+    bridge = _bridge.Bridge("vehicle", "vehicle", package, patch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", _bridge.CompatWarning)
         with pytest.raises(_bridge.CompatWarning), bridge.installed():

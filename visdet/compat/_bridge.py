@@ -1,6 +1,7 @@
 """The class of bridges. A bridge replaces attributes of a package's modules and can restore them."""
 
 import importlib.util
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +46,7 @@ class Bridge(Installable):
     Args:
         name: the name of the bridge.
         package: the name of the top-level package.
-        wants: a function whose result is true for the full names of the modules that may have to be patched.
+        modules: a regular expression that matches the full names of the modules that may have to be patched.
         patch: a function of a module and this bridge. It calls ``replace`` for each operator that it finds, and yields
             a line of text about each replacement.
         distribution: the name of the distribution that installs the package. The default is the name of the package.
@@ -59,14 +60,14 @@ class Bridge(Installable):
         self,
         name: str,
         package: str,
-        wants: Callable[[str], Any],
+        modules: str,
         patch: Callable[[ModuleType, "Bridge"], Iterable[str]],
         distribution: str | None = None,
     ) -> None:
         self.name = name
         self.package = package
         self.distribution = distribution or package
-        self.wants = wants
+        self.wants = re.compile(modules).fullmatch
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
         self._undo: list[Callable[[], Any]] = []

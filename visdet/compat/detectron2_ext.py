@@ -22,7 +22,16 @@ def has_cuda() -> bool:
 
 
 globals().update(SERVED["detectron2._C"])
-__all__ = [*SERVED["detectron2._C"], "get_compiler_version", "get_cuda_version", "has_cuda"]
+__all__ = [
+    *SERVED["detectron2._C"],
+    "box_iou_rotated",
+    "get_compiler_version",
+    "get_cuda_version",
+    "has_cuda",
+    "nms_rotated",
+    "roi_align_rotated_backward",
+    "roi_align_rotated_forward",
+]
 
 __getattr__ = deferred("detectron2._C")
 
@@ -31,15 +40,16 @@ def _radians(boxes: Tensor) -> Tensor:
     return torch.cat([boxes[:, :-1], boxes[:, -1:].deg2rad()], 1)
 
 
-def _nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+# detectron2 0.1 to 0.5 call these in this module.
+def nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     return ops.nms_rotated(_radians(dets), scores, iou_threshold, clockwise=False)[1]
 
 
-def _box_iou_rotated(boxes1: Tensor, boxes2: Tensor) -> Tensor:
+def box_iou_rotated(boxes1: Tensor, boxes2: Tensor) -> Tensor:
     return ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False)
 
 
-def _roi_align_rotated(
+def roi_align_rotated_forward(
     input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int
 ) -> Tensor:
     return ops.roi_align_rotated(
@@ -47,7 +57,7 @@ def _roi_align_rotated(
     )
 
 
-def _roi_align_rotated_gradient(
+def roi_align_rotated_backward(
     grad: Tensor,
     rois: Tensor,
     spatial_scale: float,
@@ -60,31 +70,12 @@ def _roi_align_rotated_gradient(
     sampling_ratio: int,
 ) -> Tensor:
     def pool(input: Tensor) -> Tensor:
-        return _roi_align_rotated(input, rois, spatial_scale, height, width, sampling_ratio)
+        return roi_align_rotated_forward(input, rois, spatial_scale, height, width, sampling_ratio)
 
     return gradients_of("detectron2._C", pool, [grad.new_zeros(B, C, H, W)], [grad])[0]
 
 
-_SIZES = "Tensor rois, float spatial_scale, int height, int width"
-for _name, _declared, _operator in (
-    (
-        "nms_rotated",
-        "Tensor dets, Tensor scores, float iou_threshold",
-        _nms_rotated,
-    ),
-    (
-        "box_iou_rotated",
-        "Tensor boxes1, Tensor boxes2",
-        _box_iou_rotated,
-    ),
-    ("roi_align_rotated_forward", f"Tensor input, {_SIZES}, int sampling_ratio", _roi_align_rotated),
-    (
-        "roi_align_rotated_backward",
-        f"Tensor grad, {_SIZES}, int B, int C, int H, int W, int sampling_ratio",
-        _roi_align_rotated_gradient,
-    ),
-):
-    torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
+for _operator in (nms_rotated, box_iou_rotated, roi_align_rotated_forward, roi_align_rotated_backward):
+    _name = _operator.__name__
+    torch.library.define(f"detectron2::{_name}", torch.library.infer_schema(_operator, mutates_args=()))
     torch.library.impl(f"detectron2::{_name}", "default", counted(f"torch.ops.detectron2.{_name}", _operator))
-    globals()[_name] = _operator  # detectron2 0.1 to 0.5 call it in this module.
-    __all__ += [_name]

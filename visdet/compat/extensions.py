@@ -254,7 +254,5 @@ def _compiled(name: str) -> ModuleType | None:
 
 
 bridge = Extensions()
-_compiling = Bridge(
-    "extensions", "torch", re.compile(r"torch\.utils\.cpp_extension").fullmatch, _serve_compiled
-)
+_compiling = Bridge("extensions", "torch", r"torch\.utils\.cpp_extension", _serve_compiled)
 installed = bridge.installed

@@ -107,8 +107,17 @@ def flash_attn_varlen_func(
     """
     _check("flash_attn_varlen_func", options, named)
     return _attend_packed(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)),
-        *(dropout_p, softmax_scale, causal, True),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        is_causal_to_end=True,
     )
 
 
@@ -145,8 +154,17 @@ def flash_attn_unpadded_func(
     """Return the attention of :func:`flash_attn_varlen_func`, with the causal mask of flash_attn 1."""
     _check("flash_attn_unpadded_func", (), {"return_attn_probs": return_attn_probs})
     return _attend_packed(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)),
-        *(dropout_p, softmax_scale, causal, False),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        is_causal_to_end=False,
     )
 
 
@@ -191,13 +209,12 @@ def _attend_packed(
     causal: bool,
     is_causal_to_end: bool,
 ) -> Tensor:
-    rows_q, rows_k = _rows("q", starts_q, longest_q, len(q)), _rows("k", starts_k, longest_k, len(k))
+    rows_q = _rows("q", starts_q, longest_q, len(q))
+    rows_k = _rows("k", starts_k, longest_k, len(k))
     B = len(starts_q) - 1
-    q, k, v = (
-        _padded(q, rows_q, B, longest_q),
-        _padded(k, rows_k, B, longest_k),
-        _padded(v, rows_k, B, longest_k),
-    )
+    q = _padded(q, rows_q, B, longest_q)
+    k = _padded(k, rows_k, B, longest_k)
+    v = _padded(v, rows_k, B, longest_k)
     lengths = None if rows_q is None and rows_k is None else (starts_q.diff(), starts_k.diff())
     out = _attend(q, k, v, lengths, dropout_p, scale, causal, is_causal_to_end).flatten(0, 1)
     return out if rows_q is None else out.index_select(0, rows_q)

@@ -4,7 +4,6 @@ GroundingDINO may be installed as ``groundingdino-py`` or ``rf-groundingdino``, 
 ``groundingdino._C`` of the repository has not been compiled, the bridge provides that module, too.
 """
 
-import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -12,7 +11,7 @@ from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
-_MODULE = re.compile(r"groundingdino\.models\.GroundingDINO\.ms_deform_attn")
+_MODULE = r"groundingdino\.models\.GroundingDINO\.ms_deform_attn"
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
@@ -26,6 +25,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         yield "_C"
 
 
-bridge = Bridge("groundingdino", "groundingdino", _MODULE.fullmatch, _patch, distribution="groundingdino-py")
+bridge = Bridge("groundingdino", "groundingdino", _MODULE, _patch, distribution="groundingdino-py")
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

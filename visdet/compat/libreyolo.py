@@ -5,7 +5,6 @@ The kernel serves training and prediction on CPUs and CUDA GPUs. Models with dif
 kernels, including this one.
 """
 
-import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -15,7 +14,6 @@ from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
-_MODULE = re.compile(r"libreyolo\.kernels\.attention\.ms_deform_attn")
 _SLOT, _NAME = "ms_deform_attn", "visdet"
 _REGISTRY = ("register", "unregister", "clear_cache")
 
@@ -45,6 +43,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     yield f"kernels.register({_SLOT!r})"
 
 
-bridge = Bridge("libreyolo", "libreyolo", _MODULE.fullmatch, _patch)
+bridge = Bridge("libreyolo", "libreyolo", r"libreyolo\.kernels\.attention\.ms_deform_attn", _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

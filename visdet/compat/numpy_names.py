@@ -247,6 +247,20 @@ def add_newdoc_ufunc(ufunc: Any, new_docstring: str) -> None:
 
 
 _FUNCTIONS: tuple[Any, ...] = (
-    *(asfarray, asscalar, add_newdoc_ufunc, disp, fastCopyAndTranspose, find_common_type, geterrobj, in1d),
-    *(lookfor, maximum_sctype, msort, set_numeric_ops, set_string_function, seterrobj, source, who),
+    asfarray,
+    asscalar,
+    add_newdoc_ufunc,
+    disp,
+    fastCopyAndTranspose,
+    find_common_type,
+    geterrobj,
+    in1d,
+    lookfor,
+    maximum_sctype,
+    msort,
+    set_numeric_ops,
+    set_string_function,
+    seterrobj,
+    source,
+    who,
 )

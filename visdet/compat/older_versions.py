@@ -303,8 +303,6 @@ class _OlderVersions(Bridge):
             self.reached[module.__name__] = reached
 
 
-bridge = _OlderVersions(
-    "older_versions", "torch", re.compile(rf"{_MODULES}|(?:.*\.)?{_MAPS}").fullmatch, _patch
-)
+bridge = _OlderVersions("older_versions", "torch", rf"{_MODULES}|(?:.*\.)?{_MAPS}", _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

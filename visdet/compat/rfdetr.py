@@ -3,7 +3,6 @@
 A model that has been prepared for export keeps its own implementation.
 """
 
-import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -19,8 +18,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     return replace_function(module, bridge, name, channels_first_function, "channels first")
 
 
-bridge = Bridge(
-    "rfdetr", "rfdetr", re.compile(r"rfdetr\.models\.ops\.modules\.ms_deform_attn").fullmatch, _patch
-)
+bridge = Bridge("rfdetr", "rfdetr", r"rfdetr\.models\.ops\.modules\.ms_deform_attn", _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

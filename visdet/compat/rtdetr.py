@@ -5,7 +5,6 @@ They define it in plain torch, in a module ``src.zoo.<model>.utils`` or ``engine
 there, so that the bridge must be installed before the sources are imported. Exports keep their own implementation.
 """
 
-import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -27,7 +26,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 bridge = Bridge(
     "rtdetr",
     "torch",
-    re.compile(r"(?:src\.zoo|engine)\.\w+\.utils").fullmatch,
+    r"(?:src\.zoo|engine)\.\w+\.utils",
     _patch,
     distribution="RT-DETR",
 )

@@ -8,7 +8,6 @@ Traces, exports and ``method="discrete"`` keep the package's own implementation.
 """
 
 import inspect
-import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -85,7 +84,7 @@ def _is_foreign(function: Any) -> bool:
 bridge = Bridge(
     "transformers",
     "transformers",
-    re.compile(r"transformers\.models\.\w+\.modeling_\w+").fullmatch,
+    r"transformers\.models\.\w+\.modeling_\w+",
     _patch,
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed

@@ -3,7 +3,6 @@
 Exports keep the package's own implementation.
 """
 
-import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -20,8 +19,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     return replace_function(module, bridge, name, function, "folded", "levels")
 
 
-bridge = Bridge(
-    "ultralytics", "ultralytics", re.compile(r"ultralytics\.nn\.modules\.transformer").fullmatch, _patch
-)
+bridge = Bridge("ultralytics", "ultralytics", r"ultralytics\.nn\.modules\.transformer", _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched
