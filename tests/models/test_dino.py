@@ -55,7 +55,7 @@ def test_denoising_step_of_mmdet(case, name):
             labels=torch.from_numpy(stored[f"input/gt_labels/{i}"]),
         )
     training = model.training_batch(case.images, samples)
-    queries = generator(training.targets, training.counts)
+    queries = generator(training.targets)
     count = int(stored["num_queries"])
     room = len(queries.is_counted)
     assert queries.is_counted.tolist() == [True] * count + [False] * (room - count)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["BRIDGES", "find", "watch"]
+__all__ = ["BRIDGES", "find", "names_in", "watch"]
 
 BRIDGES = (
     "transformers",
@@ -34,6 +34,11 @@ def find(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}").bridge
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names in a text, which commas separate."""
+    return text.replace(",", " ").split()
+
+
 def watch(names: Sequence[str] | None = None) -> list[str]:
     """Install bridges as soon as their packages are imported, and return the names of the bridges.
 
@@ -47,7 +52,7 @@ def watch(names: Sequence[str] | None = None) -> list[str]:
         ValueError: there is no bridge of one of the names.
     """
     if names is None:
-        names = [name.strip() for name in os.environ.get("VISDET_COMPAT", "").split(",") if name.strip()]
+        names = names_in(os.environ.get("VISDET_COMPAT", ""))
     chosen = list(BRIDGES) if "all" in names else list(names)
     for name in chosen:
         find(name).watch()

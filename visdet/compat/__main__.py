@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from visdet.checks.installed import installed_version
-from visdet.compat import BRIDGES
+from visdet.compat import BRIDGES, names_in
 from visdet.compat._run import STARTUP, become
 from visdet.compat.extensions import NAMES
 
@@ -95,8 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "run":
         names = "all"
         if program[:1] == ["--only"]:
-            names, program = ",".join(program[1:2]), program[2:]
-        chosen = [name.strip() for name in names.split(",") if name.strip()]
+            names = ",".join(program[1:2])
+            program = program[2:]
+        chosen = names_in(names)
         if not chosen or {*chosen} - {*BRIDGES, "all"}:
             print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
         elif program[:1] not in ([], ["-h"], ["--help"]) and program != ["-m"]:

@@ -33,21 +33,22 @@ def takes(value: Any) -> bool:
     """
     if type(value) is not Tensor or value.dtype not in _DTYPES or is_recorded():
         return False
-    if value.device.type == "cuda" and not is_loaded("cuda"):
+    device = value.device.type
+    if device == "cuda" and not is_loaded("cuda"):
         _warn_of_missing_cuda()
         return False
-    return value.device.type in ("cpu", "cuda")
+    return device in ("cpu", "cuda")
 
 
 def is_recorded() -> bool:
     """Return whether an export, a trace, ``torch.func`` or forward-mode differentiation needs plain torch."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+    is_exporting = torch.compiler.is_exporting()
+    if torch.compiler.is_compiling() or is_exporting:
+        return is_exporting
     return (
         torch.jit.is_tracing()
         or torch.jit.is_scripting()
         or torch.onnx.is_in_onnx_export()
-        or torch.compiler.is_exporting()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
@@ -73,7 +74,8 @@ def attend_ragged(
     num_points: Sequence[int],  # [L], whose sum is K
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``attend`` for levels with different numbers of samples. Shorter levels are padded with zero weights."""
-    L, P = len(num_points), max(num_points)
+    L = len(num_points)
+    P = max(num_points)
     if min(num_points) == P:
         return attend(value, level_shapes, locations.unflatten(3, (L, P)), weights.unflatten(3, (L, P)))
     counts = list(num_points)

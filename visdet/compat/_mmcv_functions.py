@@ -108,13 +108,25 @@ def modulated_deform_conv(
 
     def from_start(maps: Tensor) -> Tensor:
         size = output.shape[2:]
-        if maps.dim() != 4 or maps.shape[2:] == size or maps.shape[2:].numel() < size.numel():
+        count = size.numel()
+        own = maps.shape[2:]
+        if maps.dim() != 4 or own == size or own.numel() < count:
             return maps
-        return maps.flatten(1)[:, : maps.shape[1] * size.numel()].unflatten(1, (maps.shape[1], *size))
+        channels = maps.shape[1]
+        return maps.flatten(1)[:, : channels * count].unflatten(1, (channels, *size))
 
-    offset, mask, given_bias = from_start(offset), from_start(mask), bias if with_bias else None
-    settings = stride, padding, dilation, groups, deform_groups
-    return ops.modulated_deform_conv2d(input, offset, mask, weight, given_bias, *settings)
+    return ops.modulated_deform_conv2d(
+        input,
+        from_start(offset),
+        from_start(mask),
+        weight,
+        bias if with_bias else None,
+        stride,
+        padding,
+        dilation,
+        groups,
+        deform_groups,
+    )
 
 
 def masked_im2col(
@@ -200,7 +212,8 @@ def roiaware_gradient(
         voxel, point = points_in_boxes.pairs_of(pts_idx_of_voxels)
         count = pts_idx_of_voxels.flatten(0, 3)[:, :1].clamp(min=1)
         return grad_in.index_add(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
-    grad, sizes = grad_out.reshape(1, 1, -1).to(wide_type(grad_in)), (1, 1, grad_in.numel())
+    grad = grad_out.reshape(1, 1, -1).to(wide_type(grad_in))
+    sizes = (1, 1, grad_in.numel())
     gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax), zeros_outside=True)
     return grad_in + gradient.view(grad_in.shape)
 

@@ -28,7 +28,8 @@ def become(names: list[str], program: list[str]) -> NoReturn:
     ):
         entries.append(str(Path(__file__).resolve().parents[2]))
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *entries])
-    os.environ |= {"VISDET_COMPAT": ",".join(names), _TELLER: str(os.getpid())}
+    os.environ["VISDET_COMPAT"] = ",".join(names)
+    os.environ[_TELLER] = str(os.getpid())
     given = sys.orig_argv[1:]
     options = given[: given.index("-m")] if "-m" in given else []
     os.execv(sys.executable, [sys.executable, *options, *program])

@@ -177,11 +177,10 @@ def voxel_pooling_of_products(
     output_features: Result,
 ) -> Tensor:
     """Return the sums of the products of each pixel's features and depth, without a tensor of the products' size."""
-    shape, size = (
-        (batch_size, num_cams, num_depth, num_height, num_width),
-        (num_voxel_x, num_voxel_y, num_voxel_z),
-    )
-    places, weights = geom_xyz.reshape(*shape, 3), depth_features.reshape(shape)
+    shape = (batch_size, num_cams, num_depth, num_height, num_width)
+    size = (num_voxel_x, num_voxel_y, num_voxel_z)
+    places = geom_xyz.reshape(*shape, 3)
+    weights = depth_features.reshape(shape)
     wide = mmcv_functions.wide_type(weights)
     maps = context_features.reshape(batch_size, num_cams, num_channels, num_height, num_width)
     pixels = maps.permute(0, 1, 3, 4, 2).to(wide)

@@ -22,9 +22,9 @@ from ._served import FirstRows, PoolMode, Result, serves
 # visdet's boxes are (x, y, z, dx, dy, dz, heading), with z at the bottom where points are looked for in them.
 def _from_corners(boxes: Tensor) -> Tensor:
     """Return boxes of mmdet3d's (x1, y1, x2, y2, angle towards -y) as visdet's."""
-    center, sides = (boxes[:, :2] + boxes[:, 2:4]) / 2, boxes[:, 2:4] - boxes[:, :2]
-    zeros = boxes.new_zeros(len(boxes), 1)
-    return torch.cat([center, zeros, sides, zeros + 1, -boxes[:, 4:5]], 1)
+    low, high, angle = boxes[:, :5].split((2, 2, 1), 1)
+    zeros = torch.zeros_like(angle)
+    return torch.cat([(low + high) / 2, zeros, high - low, zeros + 1, -angle], 1)
 
 
 def _from_lidar(boxes: Tensor) -> Tensor:

@@ -47,15 +47,18 @@ def dcnv3_forward(
         im2col_step: has no effect.
         remove_center: whether the kernel lacks its central point.
     """
-    (B, H, W, _), (Hout, Wout) = input.shape, offset.shape[1:3]
+    B, H, W, _ = input.shape
+    _, Hout, Wout, _ = offset.shape
     wide = wide_type(input)
 
     def steps(count: int) -> Tensor:
         return torch.arange(count, device=input.device, dtype=wide)
 
     # The centres of the kernel at the pixels of the output, and the points around each.
-    half_w, half_h = dilation_w * (kernel_w - 1) // 2, dilation_h * (kernel_h - 1) // 2
-    x, y = half_w - pad_w + steps(Wout) * stride_w, half_h - pad_h + steps(Hout) * stride_h
+    half_w = dilation_w * (kernel_w - 1) // 2
+    half_h = dilation_h * (kernel_h - 1) // 2
+    x = half_w - pad_w + steps(Wout) * stride_w
+    y = half_h - pad_h + steps(Hout) * stride_h
     centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).view(1, Hout * Wout, 1, 1, 2)
     around = steps(kernel_w) * dilation_w - half_w, steps(kernel_h) * dilation_h - half_h
     points = torch.stack(torch.meshgrid(*around, indexing="ij"), -1).flatten(0, 1)

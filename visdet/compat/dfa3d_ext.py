@@ -29,7 +29,8 @@ def _weighted_attention(
     wide = wide_type(value)
     sizes = spatial_shapes.flip(1).to(wide)
     at = sampling_loc.to(wide) * sizes[:, None] - 0.5
-    low, offsets = at.detach().floor(), at.new_tensor(_CORNERS)
+    low = at.detach().floor()
+    offsets = at.new_tensor(_CORNERS)
     part = (at - low)[..., None, :]
     x, y = torch.where(offsets > 0, part, 1 - part).unbind(-1)
     weights = attn_weight.to(wide)[..., None] * depth_score.to(wide) * x * y
@@ -56,9 +57,12 @@ def _depth_scores(
     counts = counts & ((corners >= 0) & (corners < sizes[:, None, :, :2])).all(-1)
     x, y = corners.unbind(-1)
     rows = level_start_index[:, None, None] + torch.where(counts, y * width[:, None, None] + x, 0).long()
-    heads = torch.arange(value.shape[2], device=value.device)[:, None, None, None]
-    first, numbers = (rows * value.shape[2] + heads) * value.shape[3], value.to(wide).flatten(1)
-    depth, beyond = low[..., 2:], (at - low)[..., 2:]
+    _, _, G, D = value.shape
+    heads = torch.arange(G, device=value.device)[:, None, None, None]
+    first = (rows * G + heads) * D
+    numbers = value.to(wide).flatten(1)
+    depth = low[..., 2:]
+    beyond = at[..., 2:] - depth
     scores = torch.zeros_like(corners[..., 0])
     for index, share in ((depth, 1 - beyond), (depth + 1, beyond)):
         is_in = counts & (index >= 0) & (index < sizes[..., 2:])

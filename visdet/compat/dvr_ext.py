@@ -15,7 +15,8 @@ __all__ = ["init", "render", "render_forward"]
 def init(points: Tensor, tindex: Tensor, grid: list[int]) -> Tensor:
     """Return the grids [B, T, D, H, W] with 1 in the voxels that hold a point [B, N, 3 or more], and 0 elsewhere."""
     T, D, H, W = grid
-    occupancy, voxels = points.new_zeros(len(points), *grid), points[..., :3].trunc()
+    occupancy = points.new_zeros(len(points), *grid)
+    voxels = points[..., :3].trunc()
     is_inside = ((voxels >= 0) & (voxels < voxels.new_tensor([W, H, D]))).all(-1)
     is_inside &= (tindex >= 0) & ((tindex < T) | (T == 1))
     time = torch.zeros_like(tindex) if T == 1 else tindex

@@ -127,8 +127,9 @@ def uninstall() -> None:
     for name in provided():
         module = sys.modules.pop(name)
         parent, _, child = name.rpartition(".")
-        if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
-            delattr(sys.modules[parent], child)
+        package = sys.modules.get(parent)
+        if package is not None and vars(package).get(child) is module:
+            delattr(package, child)
 
 
 def provided() -> list[str]:
@@ -173,8 +174,9 @@ class Extensions(Installable):
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
         parts = name.split(".")
-        ends = [parts[-1], ".".join(parts[-2:])]
-        if ending := _ENDS.fullmatch(parts[-1]):
+        last = parts[-1]
+        ends = [last, ".".join(parts[-2:])]
+        if ending := _ENDS.fullmatch(last):
             ends.append(ending[1])
         for end in ends:
             provider = provider or _WITHIN_PACKAGES.get(end)

@@ -26,17 +26,19 @@ def geometric_kernel_attn_cuda_forward(
 
     Locations have no gradient. ``im2col_step`` has no effect.
     """
-    (B, S, G, C), Q = value.shape, sampling_loc.shape[1]
+    B, S, G, C = value.shape
+    Q = sampling_loc.shape[1]
     sizes = spatial_shapes.flip(1).view(1, 1, 1, -1, 1, 2)
     x, y = torch.minimum(sampling_loc.long().clamp(min=0), sizes - 1).unbind(-1)
     batch, head = (torch.arange(n, device=value.device) for n in (B, G))
     pixel = batch.view(-1, 1, 1, 1, 1) * S + level_start_index.view(-1, 1) + y * sizes[..., 0] + x
     rows = pixel * G + head.view(-1, 1, 1)
+    count = B * Q * G
     out = embedding_bag(
-        rows.view(B * Q * G, -1),
+        rows.view(count, -1),
         value.reshape(B * S * G, C),
         mode="sum",
-        per_sample_weights=attn_weight.to(value.dtype).reshape(B * Q * G, -1),
+        per_sample_weights=attn_weight.to(value.dtype).reshape(count, -1),
     )
     return out.view(B, Q, G * C)
 

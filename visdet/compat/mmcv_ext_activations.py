@@ -38,10 +38,12 @@ def bias_act(
         return activate(input, bias, dim, act, alpha, gain, clamp)
     if not xref.numel():  # Numbers that give the result, beyond the clamp where that has cut them.
         bias = None
-        xref = yref / gain if yref.numel() else torch.zeros_like(input)
-        if clamp >= 0:
-            beyond = torch.full_like(xref, torch.inf).copysign(xref)
-            xref = torch.where(yref.abs() >= clamp, beyond, xref) if yref.numel() else xref
+        xref = torch.zeros_like(input)
+        if yref.numel():
+            xref = yref / gain
+            if clamp >= 0:
+                beyond = torch.full_like(xref, torch.inf).copysign(xref)
+                xref = torch.where(yref.abs() >= clamp, beyond, xref)
     with torch.enable_grad():
         x = xref.detach().requires_grad_()
         y = activate(x, bias, dim, act, alpha, gain, clamp)

@@ -336,7 +336,8 @@ def _places_in_groups(group_inds: Tensor, out_inds: Result) -> Tensor:
 
 @computes("chamfer.forward")
 def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (index1, distance1), (index2, distance2) = ops.knn(1, xyz2, xyz1), ops.knn(1, xyz1, xyz2)
+    index1, distance1 = ops.knn(1, xyz2, xyz1)
+    index2, distance2 = ops.knn(1, xyz1, xyz2)
     return distance1[..., 0], distance2[..., 0], index1[..., 0], index2[..., 0]
 
 

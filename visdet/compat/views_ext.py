@@ -26,13 +26,15 @@ def _sample_views(
     ``visdet.ops.deformable_aggregation``, which leaves out the cameras that a point is not in.
     """
     features = [feat_c2, feat_c3, feat_c4, feat_c5, *([] if feat_c6 is None else [feat_c6])]
-    (B, Q, P, _), V = sampling_loc.shape, features[0].shape[1]
+    B, Q, P, _ = sampling_loc.shape
+    V = features[0].shape[1]
     maps = [torch.nn.functional.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
     sizes = torch.tensor(
         [one.shape[2:4] for one in maps], device=sampling_loc.device
     )  # [L, 2] (height, width)
     shapes = sizes.repeat_interleave(V, 0)
-    starts = shapes.prod(1).cumsum(0) - shapes.prod(1)
+    areas = shapes.prod(1)
+    starts = areas.cumsum(0) - areas
     widths = sizes.flip(1).to(sampling_loc.dtype)
     at = (sampling_loc[..., None, :2] * (widths - 3) + 1.5) / widths  # [B, Q, P, L, 2]
     view = (sampling_loc[..., 2] * (V - 1)).round()

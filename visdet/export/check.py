@@ -46,10 +46,11 @@ class Differences:
         self.count += 1
         in_groups = set().union(*rows.values())
         for name, values in expected.items():
-            if found[name].shape != values.shape:
+            theirs = found[name]
+            if theirs.shape != values.shape:
                 self._note(name, np.array([np.inf]))
             elif name not in in_groups:
-                self._note(name, _distance(values, found[name]))
+                self._note(name, _distance(values, theirs))
         for score, names in rows.items():
             group = [name for name in names if found[name].shape == expected[name].shape]
             for sample in range(len(expected[score]) if len(group) == len(names) else 0):
@@ -72,6 +73,11 @@ class Differences:
             before = self.mean.get(name, 0.0)
             self.mean[name] = before + (float(distance.mean()) - before) / self.count
             self.largest[name] = max(self.largest.get(name, 0.0), float(distance.max()))
+
+    @property
+    def most(self) -> float:
+        """The largest difference of all outputs, or -1 before any input."""
+        return max(self.largest.values(), default=-1.0)
 
     def table(self) -> dict[str, Any]:
         """Return what a report says."""
@@ -114,10 +120,11 @@ def distance(a: np.ndarray, b: np.ndarray, scale: Any) -> np.ndarray:
 
 def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the largest distance of each pair of rows [K, K]. Integers, such as labels, are equal or 1 apart."""
-    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    a = a.reshape(len(a), 1, -1)
+    b = b.reshape(1, len(b), -1)
     if not np.issubdtype(a.dtype, np.floating):
-        return (a[:, None] != b[None]).any(-1).astype(np.float64)
-    return _distance(*np.broadcast_arrays(a[:, None], b[None])).max(-1, initial=0.0)
+        return (a != b).any(-1).astype(np.float64)
+    return _distance(a, b).max(-1, initial=0.0)
 
 
 def arrays(tensors: Mapping[str, Tensor]) -> Arrays:

@@ -105,9 +105,9 @@ class _Comparison:
         outputs, names = self._expected(inputs)
         found = self.run(self._given(inputs))
         theirs = {name: found[own] for own, name in names.items()}
-        before = max(self.differences.largest.values(), default=-1.0)
+        before = self.differences.most
         self._compare(arrays(outputs), theirs, self.differences)
-        if max(self.differences.largest.values()) > before:
+        if self.differences.most > before:
             self.worst = inputs
         return outputs, {name: torch.from_numpy(value) for name, value in theirs.items()}
 
@@ -116,7 +116,8 @@ class _Comparison:
 
         It becomes ten times the change of the model's outputs if its inputs change in their last bit.
         """
-        if max(self.differences.largest.values()) <= self.limit.difference:
+        limit = self.limit.difference
+        if self.differences.most <= limit:
             return
         nudged = dict(self.worst)
         generator = torch.Generator().manual_seed(0)
@@ -127,8 +128,8 @@ class _Comparison:
         changed, _ = self._expected(nudged)
         rounding = Differences()
         self._compare(arrays(expected), arrays(changed), rounding)
-        allowed = min(_TIMES_ROUNDING * max(rounding.largest.values()), _GREATEST_LIMIT)
-        self.limit = self.limit._replace(difference=max(self.limit.difference, allowed))
+        allowed = min(_TIMES_ROUNDING * rounding.most, _GREATEST_LIMIT)
+        self.limit = self.limit._replace(difference=max(limit, allowed))
 
     def beginning(self) -> str:
         """Return where the outputs begin to differ."""
@@ -137,9 +138,7 @@ class _Comparison:
         limit = self.limit.difference
         found = self.graph.function("onnxruntime", is_exposed=True)(given)
         if wrong := self._wrong(found):
-            near = counterparts(
-                run, {name: found[name] for name in self.graph.of_images if name in found}, limit
-            )
+            near = counterparts(run, found, limit)
             node, tensor, text = self._first(found, near, wrong)
             after = max((near[name].number for name in node.input if name in near), default=0)
             one = nearest_of_shape(run, found[tensor], after)

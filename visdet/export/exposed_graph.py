@@ -4,7 +4,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ _MOVING = {
     "Split",
     "Slice",
     "Gather",
+    "GatherElements",
+    "GatherND",
+    "Expand",
+    "Tile",
 }
-_MOVING |= {"GatherElements", "GatherND", "Expand", "Tile"}
 _TRACE = "pkg.torch.onnx.stack_trace"
 
 
@@ -51,20 +54,19 @@ class ExposedGraph:
             raise MissingFileError(f"the graph {path} does not exist")
         load = _with_reason(f"{path} is no ONNX graph", onnx.load)
         self.model = onnx.inliner.inline_local_functions(load(path))
-        for number, node in enumerate(self.model.graph.node):
+        graph = self.model.graph
+        for number, node in enumerate(graph.node):
             node.name = node.name or f"{node.op_type}_{number}"
-        constants = {value.name for value in self.model.graph.initializer}
+        constants = {value.name for value in graph.initializer}
         self.inputs = {
-            given.name: given.type.tensor_type
-            for given in self.model.graph.input
-            if given.name not in constants
+            given.name: given.type.tensor_type for given in graph.input if given.name not in constants
         }
-        self.outputs = [output.name for output in self.model.graph.output]
+        self.outputs = [output.name for output in graph.output]
 
-        sizes = [[axis.dim_value or None for axis in given.shape.dim] for given in self.inputs.values()]
+        types = self.inputs.values()
+        sizes = [[axis.dim_value or None for axis in given.shape.dim] for given in types]
         images = next((size for size in sizes if len(size) == 4), None)
-        is_decoded = [_is_picture(given) for given in self.inputs.values()]
-        if images is None and not any(is_decoded):
+        if images is None and not any(map(_is_picture, types)):
             raise ExportError(f"{path} takes no pictures: no input has four axes, or is uint8 [H, W, 3]")
         self.takes_picture = images is None
         batch, _, height, width = images or (1, 3, None, None)
@@ -117,7 +119,8 @@ class ExposedGraph:
         Args:
             differing: names of tensors. wrong: the names of outputs, which differ, too.
         """
-        differing, needed = {*differing, *wrong}, set(wrong)
+        needed = set(wrong)
+        differing = needed.union(differing)
         way = []
         for node in reversed(self.model.graph.node):
             if not differing.isdisjoint(node.output) and not needed.isdisjoint(node.output):
@@ -135,7 +138,8 @@ class ExposedGraph:
         """Return the nodes that have computed the inputs of a node which depend on pictures, each before others moved,
         chose or repeated the numbers.
         """
-        of_images, makers = set(self.of_images), {}
+        of_images = set(self.of_images)
+        makers = {}
         for maker in self.model.graph.node:
             makers.update(dict.fromkeys(maker.output, maker))
         found = {}
@@ -208,12 +212,8 @@ def _openvino(content: bytes, _: bool, options: dict[str, str] | None = None) ->
     return run
 
 
-def _openvino_f32(content: bytes, is_exposed: bool) -> Callable[[Arrays], Arrays]:
-    return _openvino(content, is_exposed, {"INFERENCE_PRECISION_HINT": "f32"})
-
-
 _LOADERS: dict[str, Callable[..., Callable[[Arrays], Arrays]]] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
-    "openvino-f32": _openvino_f32,
+    "openvino-f32": partial(_openvino, options={"INFERENCE_PRECISION_HINT": "f32"}),
 }

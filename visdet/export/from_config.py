@@ -68,20 +68,25 @@ def export_config(
     format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
     cfg, _ = load_config(config, dict(options or {}))
     path = os.path.expanduser(checkpoint)
-    cfg.load_from, cfg.resume, cfg.launcher, cfg.graph = path, False, "none", False
+    cfg.load_from = path
+    cfg.launcher = "none"
+    cfg.resume = False
+    cfg.graph = False
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = section_of(dataset, "data_aug_conf")
+    pipeline = dataset.get("pipeline")
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
     by_default = embed is None
     if by_default:
         embed = takes_images(cfg) and arguments.get("batch") is None
-    steps = Steps.of(dataset.get("pipeline") or ()) if embed else None
-    if steps is not None and by_default and not arguments["shape"] and not steps.limits_sizes():
+    steps = Steps.of(pipeline or ()) if embed else None
+    if steps is not None and by_default and not (arguments["shape"] or steps.limits_sizes()):
         say(
             "the pipeline does not limit the size of pictures: the graph takes images that are normalised before, as "
             "with --no-embed; with --shape H W it takes pictures"
         )
-        embed, steps = False, None
+        embed = False
+        steps = None
     if embed:
         arguments["batch"] = arguments.get("batch") or 1
         arguments["steps"] = steps
@@ -114,7 +119,7 @@ def export_config(
             return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
 
         arguments["preprocessing"] = {
-            "pipeline": dataset_config(cfg, "test").get("pipeline"),
+            "pipeline": pipeline,
             "data_preprocessor": cfg.model.get("data_preprocessor"),
             "place": "in the graph" if embed else "before the graph",
             **_ABOUT_PICTURES,
@@ -133,14 +138,15 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
     """Let the test data and the metrics of a config read an annotation file or another folder."""
     if not os.path.exists(data):
         raise MissingFileError(f"--check {data} does not exist")
-    folder = os.path.isdir(data)
     dataset = cfg.test_dataloader.dataset
-    dataset["data_root" if folder else "ann_file"] = (
-        os.path.join(data, "") if folder else os.path.abspath(data)
-    )
+    if os.path.isdir(data):
+        dataset.data_root = os.path.join(data, "")
+        annotations = os.path.join(data, dataset.get("ann_file") or "")
+    else:
+        annotations = dataset.ann_file = os.path.abspath(data)
     for metric in several_of(cfg, "test_evaluator"):
         if "ann_file" in metric:
-            metric.ann_file = os.path.join(data, dataset.ann_file) if folder else os.path.abspath(data)
+            metric.ann_file = annotations
     cfg.test_dataloader.pop("batch_sampler", None)  # An exported model sees the padding of planned batches.
     cfg.test_dataloader.batch_size = batch or cfg.test_dataloader.batch_size
 
@@ -209,11 +215,12 @@ def _metrics(runner: Any, max_loss: float, family: Family, run: Run) -> dict[str
     runner.model = _Exported(family, run)
     metrics["exported"] = runner.test()
     for name, value in metrics["model"].items():
-        loss = value - metrics["exported"][name]
+        found = metrics["exported"][name]
+        loss = value - found
         is_lost = np.isnan(loss) != np.isnan(value) or loss > max_loss
         if any(kind in name for kind in ("mAP", "NDS")) and is_lost:
             raise ExportError(
-                f"{name} of the exported model is {metrics['exported'][name]:.4f}, that of the model is {value:.4f}, "
+                f"{name} of the exported model is {found:.4f}, that of the model is {value:.4f}, "
                 f"which is more than {max_loss} apart"
             )
     return {"metrics": metrics}

@@ -40,12 +40,13 @@ class Package:
         """
         package = cls(Path(folder), read_description(folder))
         for name in files:
+            path = package.folder / name
             expected = package.description.get("sha256", {}).get(name)
-            if not (package.folder / name).is_file():
+            if not path.is_file():
                 raise ExportError(f"{folder} lacks {name}")
-            if expected not in (None, _sha256(package.folder / name)):
+            if expected not in (None, _sha256(path)):
                 raise ExportError(
-                    f"{package.folder / name} is not the file that {DESCRIPTION} describes: its SHA-256 is another one"
+                    f"{path} is not the file that {DESCRIPTION} describes: its SHA-256 is another one"
                 )
         return package
 

@@ -124,12 +124,13 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
 
     If the index is the same along all axes after ``dim``, whole rows are taken.
     """
-    if not x.dim():
+    count = x.dim()
+    if not count:
         return NotImplemented
-    dim = dim % x.dim()
-    rest = range(dim + 1, x.dim())
+    dim = dim % count
+    rest = range(dim + 1, count)
     takes_rows = all(index.stride(axis) == 0 and index.shape[axis] == x.shape[axis] for axis in rest)
-    last = dim if takes_rows else x.dim() - 1
+    last = dim if takes_rows else count - 1
     for axis in reversed(rest) if takes_rows else ():
         index = index.select(axis, 0)
     place: Any = 0
@@ -141,30 +142,24 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
     return rows.view(*index.shape, *x.shape[last + 1 :])
 
 
-def _order(x: Tensor, dim: int, descending: bool) -> Tensor:
+def _order(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Tensor:
     """Return the indices that sort numbers, the first of equal ones first."""
     numbers = x.movedim(dim, -1)
-    ours, others = numbers.unsqueeze(-1), numbers.unsqueeze(-2)
+    count = numbers.shape[-1]
+    ours = numbers.unsqueeze(-1)
+    others = numbers.unsqueeze(-2)
     goes_before = others > ours if descending else others < ours
-    place = torch.arange(numbers.shape[-1], device=x.device)
+    place = torch.arange(count, device=x.device)
     is_earlier = place < place.unsqueeze(-1)
     rank = (goes_before | ((others == ours) & is_earlier)).sum(-1)
-    return rank.float().topk(numbers.shape[-1], largest=False).indices.movedim(-1, dim)
+    return rank.float().topk(count, largest=False).indices.movedim(-1, dim)
 
 
-def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+def _sort(
+    x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[Tensor, Tensor]:
     order = _order(x, dim, descending)
     return x.gather(dim, order), order
-
-
-def _stable_sort(
-    x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _sort(x, dim, descending)
-
-
-def _stable_argsort(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Tensor:
-    return _order(x, dim, descending)
 
 
 _FORMULAS = {
@@ -183,7 +178,7 @@ _FORMULAS = {
     _ATEN.cumsum.default: _cumulative_sum,
     _ATEN.gather.default: _gather,
     _ATEN.sort.default: _sort,
-    _ATEN.sort.stable: _stable_sort,
+    _ATEN.sort.stable: _sort,
     _ATEN.argsort.default: _order,
-    _ATEN.argsort.stable: _stable_argsort,
+    _ATEN.argsort.stable: _order,
 }

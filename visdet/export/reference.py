@@ -128,7 +128,8 @@ def _of_transformers(folder: str) -> Reference:
         )
         return [{"bboxes": one["boxes"], "scores": one["scores"], "labels": one["labels"]} for one in found]
 
-    names = [model.config.id2label[label] for label in sorted(model.config.id2label)]
+    labels = model.config.id2label
+    names = [labels[label] for label in sorted(labels)]
     is_named = names != [f"LABEL_{label}" for label in range(len(names))]
     return Reference(lambda inputs: model(**inputs), prepare, detections, names if is_named else None)
 

@@ -10,7 +10,8 @@ from visdet.files.writing import write_atomically
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write ``report.json`` and ``report.md`` into a folder."""
     write_atomically(folder / "report.json", json.dumps(report, indent=1))
-    data, plain = report.get("data", {}), report.get("without_options")
+    data = report.get("data", {})
+    plain = report.get("without_options")
     lines = [
         f"# Export: {report['format']}, {report['precision']}\n",
         *(f"**{report[name]}**" for name in ("error", "remark") if name in report),

@@ -53,16 +53,21 @@ class _Standard(TorchFunctionMode):
         self.sizes, self.nodes = sizes, NODES.get(custom_op, {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
         if func is F.layer_norm:
             # onnxruntime's kernel of a sum with its normalisation is slower than the two. It needs three axes.
-            return func(args[0].unsqueeze(0), *args[1:], **(kwargs or {})).squeeze(0)
+            return func(args[0].unsqueeze(0), *args[1:], **named).squeeze(0)
         if getattr(func, "namespace", "") != "visdet":
-            return func(*args, **(kwargs or {}))
+            return func(*args, **named)
         name = func.__name__.partition(".")[0]
+        maps = args[:3]
+        samples = args[3:]
         if name == "ms_deform_attn_fused" and "ms_deform_attn" in self.nodes:
-            name, args = "ms_deform_attn", (*args[:3], *attention_samples(args[1], *args[3:]))
+            name = "ms_deform_attn"
+            args = (*maps, *attention_samples(args[1], *samples))
         elif name == "deformable_aggregation_fused":
-            name, args = "deformable_aggregation", (*args[:3], *aggregation_samples(*args[3:]))
+            name = "deformable_aggregation"
+            args = (*maps, *aggregation_samples(*samples))
         if name in self.nodes:
             return self.nodes[name](*args)
         if name not in _FORMULAS:

@@ -66,8 +66,10 @@ def write_usage(description: dict[str, Any], folder: Path) -> None:
 
     Files of the user's that have these names stay.
     """
-    format, options = description["format"], description["options"]
-    text, files = _README.format(**description), {}
+    format = description["format"]
+    options = description["options"]
+    text = _README.format(**description)
+    files: dict[str, str] = {}
     if options:
         told = ", ".join(f"`{name}` must be `{value}`" for name, value in options.items())
         text += (

@@ -89,10 +89,11 @@ class BaseDetector(BaseModel, ABC):
             TypeError: the inputs are not a tensor with the axes of ``input_shape``.
             ValueError: the mode is unknown, or it is 'loss' and there are no samples.
         """
+        name = type(self).__name__
         if not isinstance(inputs, Tensor) or inputs.dim() != len(self.input_shape):
             got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
             raise InvalidTypeError(
-                f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}. "
+                f"{name}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}. "
                 "Call model.data_preprocessor on raw samples first"
             )
         if callable(mode):
@@ -101,9 +102,9 @@ class BaseDetector(BaseModel, ABC):
             return self.raw_outputs(inputs, data_samples)
         if mode == "predict":
             return self.predict(inputs, data_samples or [self.sample_type() for _ in inputs])
-        check_choice(f"{type(self).__name__}: mode", mode, ("tensor", "predict", "loss"))
+        check_choice(f"{name}: mode", mode, ("tensor", "predict", "loss"))
         if data_samples is None:
-            raise ValueError(f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth")
+            raise ValueError(f"{name}: mode 'loss' needs data_samples with the ground truth")
         return self.loss(inputs, data_samples)
 
     def parse_losses(self, losses: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,7 +115,7 @@ class BaseDetector(BaseModel, ABC):
         """
         if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
             return super().parse_losses(losses)
-        values = torch.stack(list(losses.values()))
+        values = torch.stack([*losses.values()])
         parts = [loss for name, loss in losses.items() if "loss" in name]
         total = (values if len(parts) == len(losses) else torch.stack(parts)).sum()
         # The log keeps detached tensors, so that it does not keep the autograd graph of the step.

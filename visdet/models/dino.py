@@ -88,26 +88,25 @@ class CdnQueryGenerator(BaseModule):
 
         A label replaces the true one if the chance is small. Signs and sizes shift the sides and angles of the boxes.
         """
-        shape, sides = (batch_size, room), (batch_size, room, self.box_coder.box_dim)
+        shape = (batch_size, room)
+        sides = (*shape, self.box_coder.box_dim)
         signs = torch.randint(2, sides, device=device) * 2.0 - 1.0
         labels = torch.randint(self.num_classes, shape, device=device)
         return torch.rand(shape, device=device), labels, signs, torch.rand(sides, device=device)
 
-    def forward(self, targets: PaddedTargets, counts: Tensor) -> DenoisingQueries:
-        """Return the queries. All work runs on the device.
-
-        Args:
-            targets: the ground truth of B images. counts: [B] int64, the number of boxes of each image.
-        """
+    def forward(self, targets: PaddedTargets) -> DenoisingQueries:
+        """Return the queries for the ground truth of B images. All work runs on the device."""
         B, N = targets.labels.shape
         room = self.room(N)
+        counts = targets.lengths
         chance, other, sign, size = self.draw(B, room, counts.device)
         most = counts.max()
-        per_group = 2 * most.clamp(min=1)
+        in_group = most.clamp(min=1)
+        per_group = 2 * in_group
         slot = torch.arange(room, device=counts.device)
         is_counted = slot < 2 * most * self.num_groups(most)
         is_negative = slot % per_group >= most
-        target = (slot % per_group % most.clamp(min=1)).expand(B, room)
+        target = (slot % per_group % in_group).expand(B, room)
         is_made = is_counted & (target < counts.unsqueeze(1))
 
         labels = targets.labels.gather(1, target)
@@ -116,9 +115,10 @@ class CdnQueryGenerator(BaseModule):
         shift = (size + is_negative.unsqueeze(-1)) * sign * (self.box_noise_scale / 2)
         noisy = self.box_coder.jittered(boxes_px, shift, targets.image_whwh)
         encoded = self.box_coder.encoded(noisy, _LOGIT)
+        rows = is_made.unsqueeze(-1)
         return DenoisingQueries(
-            query=self.label_embedding(labels) * is_made.unsqueeze(-1),
-            references=self.box_coder.decoded(torch.where(is_made.unsqueeze(-1), encoded, 0.0)),
+            query=self.label_embedding(labels) * rows,
+            references=self.box_coder.decoded(torch.where(rows, encoded, 0.0)),
             targets=torch.where(is_made & ~is_negative, target, N),
             is_counted=is_counted,
             groups=torch.where(is_counted, slot // per_group, room + slot),
@@ -221,7 +221,7 @@ class DINO(DeformableDetectionTransformer):
         self, memory: Tensor, pyramid: FlatPyramid, batch: TrainingBatch | None = None
     ) -> DecoderStart:
         """Return learned queries at the proposals with the highest logit of a class, and denoising queries."""
-        classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
+        classify, regress = self.bbox_head.branches(-1)
         origin, usable = pixel_proposals(pyramid)
         with without_gradients(memory.device):
             scores = in_full_precision(classify, self.proposal_features(memory, usable)).amax(-1)
@@ -237,10 +237,10 @@ class DINO(DeformableDetectionTransformer):
         return start._replace(
             encoder_logits=in_full_precision(classify, features),
             encoder_boxes=boxes,
-            denoising=self.dn_query_generator(batch.targets, batch.counts),
+            denoising=self.dn_query_generator(batch.targets),
         )
 
     def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
-        counts = batch.counts
+        counts = batch.targets.lengths
         made = counts.sum() * self.dn_query_generator.num_groups(counts.max())
         return {**super().assign(costs, batch), "dn_num_boxes": self.bbox_head.divisors(made)}

@@ -72,11 +72,10 @@ class ReducedLoss(nn.Module):
             return self.loss_weight * loss
         if reduction == "sum" and avg_factor is not None:
             raise ValueError("avg_factor must be None with reduction='sum'")
+        total = loss.sum()
         if reduction == "mean":
-            return self.loss_weight * (
-                loss.sum() / (max(loss.numel(), 1) if avg_factor is None else avg_factor)
-            )
-        return self.loss_weight * loss.sum()
+            total = total / (max(loss.numel(), 1) if avg_factor is None else avg_factor)
+        return self.loss_weight * total
 
 
 @MODELS.register_module()
@@ -216,17 +215,20 @@ class GDLoss(RotatedLoss):
         # ones.
         center, sides, angle = pred.split((2, 2, 1), dim=-1)
         true_center, true_sides, true_angle = target.split((2, 2, 1), dim=-1)
-        shift, turn = turned(true_center - center, -angle), true_angle - angle
+        shift = turned(true_center - center, -angle)
+        turn = true_angle - angle
         sides, true_sides = (lengths.clamp(min=_LEAST_SIDE) for lengths in (sides, true_sides))
-        moved, turned_back = shift / sides, turned(shift, -turn) / true_sides
+        moved = (shift / sides).square()
+        turned_back = turned(shift, -turn) / true_sides
         # The extents of the target along the sides of the prediction, and its area.
         extents = (true_sides * turn.cos()).square() + (true_sides.flip(-1) * turn.sin()).square()
-        extents, area = extents / sides.square(), area_of(true_sides / sides)
+        extents = extents / sides.square()
+        area = area_of(true_sides / sides)
         if self.loss_type == "kld":
-            divergence = 0.5 * (4 * moved.square() + extents - 1).sum(-1) - area.log()
+            divergence = 0.5 * (4 * moved + extents - 1).sum(-1) - area.log()
             return 1 - 1 / (self.tau + divergence.clamp(min=0).log1p())
         determinant = 1 + extents.sum(-1) + area.square()
-        shifts = moved.square() + (area.unsqueeze(-1) * turned_back).square()
+        shifts = moved + (area.unsqueeze(-1) * turned_back).square()
         distance = 3 * shifts.sum(-1) / determinant + 0.5 * (determinant / (4 * area)).log()
         return (-torch.expm1(-distance)).clamp(min=1e-6).sqrt()
 

@@ -113,10 +113,10 @@ class Frames(Family):
         self.template, outputs = self._example_of_state(
             1 if motion is None else motion.instance_queue.queue_length
         )
-        names = _named(self.template, "state") if self.is_temporal else {}
-        self.states = {name: f"next_{name}" for name in names}
+        self.examples = _named(self.template, "state") if self.is_temporal else {}
+        self.states = {name: f"next_{name}" for name in self.examples}
         step = _STEP if self.is_temporal else ()
-        self.input_names = (*_INPUTS, *(() if motion is None else (_COMMAND,)), *step, *names)
+        self.input_names = (*_INPUTS, *(() if motion is None else (_COMMAND,)), *step, *self.examples)
         self.selected = outputs
         results = _named(outputs, "results")
         self.output_names = (*results, *self.states.values())
@@ -145,14 +145,11 @@ class Frames(Family):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self.input_names, tensors, strict=True))
+        before, step = None, None
         if self.is_temporal:
-            state = self.model.head.enter(
-                _filled(self.template, [given[name] for name in self.states]),
-                tensors[0].shape[0],
-                _StepInGraph(*(given[name] for name in _STEP)),
-            )
-        else:
-            state = self.model.head.enter(None, tensors[0].shape[0], None)
+            before = _filled(self.template, [given[name] for name in self.states])
+            step = _StepInGraph(*(given[name] for name in _STEP))
+        state = self.model.head.enter(before, tensors[0].shape[0], step)
         features = self.model.image_features(given["images"])
         if self.tables is not None:
             features = [features[0], *self.tables]
@@ -164,10 +161,9 @@ class Frames(Family):
 
     def empty_state(self, batch: int) -> Tensors:
         """Return the state before a first frame."""
-        state = _named(self.template, "state") if self.is_temporal else {}
         return {
             name: value.new_zeros((batch, *value.shape[1:]) if value.dim() else ())
-            for name, value in state.items()
+            for name, value in self.examples.items()
         }
 
     def _frame(self, batch: int, generator: torch.Generator) -> Tensors:
@@ -212,10 +208,9 @@ class Frames(Family):
 
     def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         """Return the inputs for the next frame of each sequence, with the state of the frame before."""
-        if tuple(inputs.shape[-2:]) != self.shape:
-            raise ExportError(
-                f"images of {tuple(inputs.shape[-2:])} are outside the exported range: {self.shape}"
-            )
+        size = tuple(inputs.shape[-2:])
+        if size != self.shape:
+            raise ExportError(f"images of {size} are outside the exported range: {self.shape}")
         data = batch_of(data_samples, evaluates=True)
         given = {"images": inputs, **{n: v.float() for n, v in data.items() if isinstance(v, Tensor)}}
         batch = len(inputs)

@@ -25,9 +25,10 @@ class _LinearLayersInBfloat16(TorchFunctionMode):
     """Autocast for linear layers alone; ``torch.export`` of torch 2.14 fails on some regions of autocast."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
         if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        args_16, kwargs_16 = map_tensors(Tensor.bfloat16, (args, kwargs or {}))
+            return func(*args, **named)
+        args_16, kwargs_16 = map_tensors(Tensor.bfloat16, (args, named))
         return func(*args_16, **kwargs_16).to(args[0].dtype)
 
 
@@ -78,18 +79,21 @@ class Images(Family):
                 torch.arange(batch) % 3
             ]
             for image, (bottom, right) in zip(images, sizes.tolist(), strict=True):
-                image[:, bottom:], image[:, :, right:] = 0, 0
+                image[:, bottom:] = 0
+                image[:, :, right:] = 0
             yield [{"images": images.to(self.device), "image_sizes": sizes.to(self.device)}]
 
     def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         sizes = torch.tensor(image_sizes(inputs, data_samples), device=inputs.device)
-        height, width = self.shape or tuple(max(side, _SIDES[0]) for side in inputs.shape[-2:])
-        if inputs.shape[-2] > height or inputs.shape[-1] > width or max(height, width) > _SIDES[1]:
+        rows, columns = inputs.shape[-2:]
+        least, most = _SIDES
+        height, width = self.shape or (max(rows, least), max(columns, least))
+        if rows > height or columns > width or max(height, width) > most:
             raise ExportError(
-                f"images of {inputs.shape[-2]} x {inputs.shape[-1]} pixels (height x width) are outside the exported "
-                f"range, up to {self.shape or (_SIDES[1], _SIDES[1])}: give a larger --shape, or --dynamic"
+                f"images of {rows} x {columns} pixels (height x width) are outside the exported "
+                f"range, up to {self.shape or (most, most)}: give a larger --shape, or --dynamic"
             )
-        images = F.pad(inputs, (0, width - inputs.shape[-1], 0, height - inputs.shape[-2]))
+        images = F.pad(inputs, (0, width - columns, 0, height - rows))
         return {"images": images, "image_sizes": sizes}
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:

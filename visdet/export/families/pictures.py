@@ -91,11 +91,12 @@ class Pictures(Family):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (picture,) = tensors
         height, width = picture.shape[:2]
-        sides = torch.stack([torch.full((), side, dtype=torch.int64) for side in (height, width)])
-        size = self._resized(sides.to(picture.device))
-        image = self._image(picture, sides.to(picture.device), size)
+        numbers = [torch.full((), side, dtype=torch.int64) for side in (height, width)]
+        sides = torch.stack(numbers).to(picture.device)
+        size = self._resized(sides)
+        image = self._image(picture, sides, size)
         bboxes, scores, labels = self.images(image, size.unsqueeze(0))
-        scale = (size / sides.to(size.device)).flip(0).repeat(2)
+        scale = (size / sides).flip(0).repeat(2)
         return self.model.box_coder.divided(bboxes, scale), scores, labels
 
     def _resized(self, sides: Tensor) -> Tensor:
@@ -103,14 +104,17 @@ class Pictures(Family):
         assert self.shape is not None
         rows, columns = sides.unbind()
         limits = [(1, torch.ones_like(rows))]
-        if self.steps.resize is not None:
-            width, height = self.steps.resize.scale
-            if not self.steps.resize.keep_ratio:
+        resize = self.steps.resize
+        if resize is not None:
+            width, height = resize.scale
+            if not resize.keep_ratio:
                 return torch.tensor([height, width], device=sides.device)
             limits = [(max(width, height), sides.amax(0)), (min(width, height), sides.amin(0))]
         # The factor is the least quotient of a limit and a side. In integers, it is the same on every machine.
-        numerator, denominator = torch.full_like(rows, self.shape[0]), rows
-        for limit, side in [(self.shape[1], columns), *limits]:
+        most_rows, most_columns = self.shape
+        numerator = torch.full_like(rows, most_rows)
+        denominator = rows
+        for limit, side in [(most_columns, columns), *limits]:
             if math.isfinite(limit):
                 is_less = int(limit) * denominator < numerator * side
                 numerator = torch.where(is_less, int(limit), numerator)

@@ -63,11 +63,10 @@ def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]
     import onnxruntime
 
     package = Package.open(folder, "model.onnx")
-    if any(
-        opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(package.folder / "model.onnx").opset_import
-    ):
-        return package.function(*load_with_plugin(package.folder / "model.onnx"))
-    session = onnxruntime.InferenceSession(package.folder / "model.onnx", providers=["CPUExecutionProvider"])
+    path = package.folder / "model.onnx"
+    if any(opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(path).opset_import):
+        return package.function(*load_with_plugin(path))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     read = {given.name for given in session.get_inputs()}
 
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:

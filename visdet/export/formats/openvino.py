@@ -46,8 +46,9 @@ def _loaded(folder: str | Path, options: dict[str, str]) -> Callable[[dict[str, 
 
     package = Package.open(folder, "model.xml", "model.bin")
     core = openvino.Core()
-    if (package.folder / EXTENSION).is_file():
-        core.add_extension(package.folder / EXTENSION)
+    extension = package.folder / EXTENSION
+    if extension.is_file():
+        core.add_extension(extension)
     compiled = core.compile_model(package.folder / "model.xml", "CPU", options)
     read = {name for port in compiled.inputs for name in port.names}
     outputs = package.description["outputs"]

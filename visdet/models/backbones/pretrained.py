@@ -97,8 +97,9 @@ def load_pretrained(
             another architecture.
     """
     check_choice("init_cfg: if_unavailable", if_unavailable, ("error", "random"))
+    is_of_torchvision = checkpoint.startswith(_TORCHVISION)
     try:
-        if checkpoint.startswith(_TORCHVISION):
+        if is_of_torchvision:
             state_dict = _torchvision_state(checkpoint)
         else:
             contents = CheckpointLoader.load_checkpoint(
@@ -107,7 +108,7 @@ def load_pretrained(
             parts = (contents.get(key) for key in ("state_dict", "model"))
             state_dict = next((part for part in parts if isinstance(part, dict)), contents)
     except (OSError, HTTPException) as error:  # The file is missing, or the network fails.
-        url = _torchvision_weights(checkpoint).url if checkpoint.startswith(_TORCHVISION) else checkpoint
+        url = _torchvision_weights(checkpoint).url if is_of_torchvision else checkpoint
         how = "Give the path of a file that exists as checkpoint"
         if "://" in url:
             how = f"Download {url} on a machine with a network, and give the path of the file as checkpoint"
@@ -157,6 +158,7 @@ def _torchvision_state(checkpoint: str) -> dict[str, Tensor]:
 
 def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:
     own = backbone.state_dict()
+    kind = type(backbone).__name__
     missing = [key for key in own if key not in state_dict and not key.endswith("num_batches_tracked")]
     reshaped, retyped = (found.values() for found in differing(state_dict, own))
     # The file may hold stages that were not built. A surplus block within a stage means another depth.
@@ -173,7 +175,7 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
         if prefix := common_prefix(state_dict, own):
             details += f". Its keys begin with {prefix!r}, which prefix={prefix!r} in the init_cfg removes"
         raise PretrainedWeightsError(
-            f"pretrained weights {checkpoint!r} do not fit the {type(backbone).__name__} of this config: {details}"
+            f"pretrained weights {checkpoint!r} do not fit the {kind} of this config: {details}"
         )
     backbone.load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=False)
-    print_log(f"loaded {checkpoint!r} into {type(backbone).__name__}", logger="current")
+    print_log(f"loaded {checkpoint!r} into {kind}", logger="current")

@@ -42,10 +42,11 @@ class WindowAttention(nn.Module):
         self.heads = heads
         self.scale = qk_scale
         self.attn_drop, proj_drop = rates
-        self.relative_position_bias_table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        sides = 2 * window - 1
+        self.relative_position_bias_table = nn.Parameter(torch.empty(sides**2, heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
-        rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
-        place = (rows * (2 * window - 1) + columns).flatten()
+        pixel = torch.arange(window)
+        place = (pixel.unsqueeze(1) * sides + pixel).flatten()
         center = 2 * window * (window - 1)  # the entry of a pixel and itself
         self.relative_position_index: Tensor
         self.register_buffer("relative_position_index", place.unsqueeze(1) - place + center)
@@ -80,19 +81,20 @@ class ShiftedWindows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, H, W, C] from x [B, H, W, C]."""
-        (B, H, W, C), window = x.shape, self.window
+        B, H, W, C = x.shape
+        window = self.window
         x = F.pad(x, (0, 0, 0, -W % window, 0, -H % window))
         height, width = x.shape[1:3]
         mask = None
-        if self.shift:
-            x = x.roll((-self.shift, -self.shift), dims=(1, 2))
-            mask = _mask_of_parts(height, width, window, self.shift, x.device)
-        windows = x.view(B, height // window, window, width // window, window, C).transpose(2, 3)
-        out = self.w_msa(windows.reshape(-1, window * window, C), mask)
-        x = out.view(B, height // window, width // window, window, window, C).transpose(2, 3)
-        x = x.reshape(B, height, width, C)
-        if self.shift:
-            x = x.roll((self.shift, self.shift), dims=(1, 2))
+        shift = self.shift
+        if shift:
+            x = x.roll((-shift, -shift), dims=(1, 2))
+            mask = _mask_of_parts(height, width, window, shift, x.device)
+        windows = x.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3)
+        out = self.w_msa(windows.flatten(3, 4).flatten(0, 2), mask)
+        x = out.view(windows.shape).transpose(2, 3).reshape(B, height, width, C)
+        if shift:
+            x = x.roll((shift, shift), dims=(1, 2))
         return self.drop(x[:, :H, :W])
 
 
@@ -100,9 +102,9 @@ class ShiftedWindows(nn.Module):
 def _mask_of_parts(height: int, width: int, window: int, shift: int, device: torch.device) -> Tensor:
     """Return the mask [W, N, N] of W windows: -100 for pixels from opposite borders of the image, otherwise 0."""
     with torch.inference_mode(False), torch.no_grad():
+        borders = torch.tensor([window, shift])
         rows, columns = (
-            (torch.arange(size) >= size - window).long() + (torch.arange(size) >= size - shift).long()
-            for size in (height, width)
+            (torch.arange(size).unsqueeze(1) >= size - borders).sum(1) for size in (height, width)
         )
         parts = (rows.unsqueeze(1) * 3 + columns).view(height // window, window, width // window, window)
         parts = parts.transpose(1, 2).reshape(-1, window * window)
@@ -282,8 +284,13 @@ class SwinTransformer(Backbone):
     def converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the original implementation with the names and the order of channels of this one."""
         converted = {name: value for name, value in self.state_dict().items() if name.startswith("norm")}
-        renamed = {"layers.": "stages.", "attn.": "attn.w_msa.", "mlp.fc1.": "ffn.layers.0.0."}
-        renamed |= {"mlp.fc2.": "ffn.layers.1.", "patch_embed.proj.": "patch_embed.projection."}
+        renamed = {
+            "layers.": "stages.",
+            "attn.": "attn.w_msa.",
+            "mlp.fc1.": "ffn.layers.0.0.",
+            "mlp.fc2.": "ffn.layers.1.",
+            "patch_embed.proj.": "patch_embed.projection.",
+        }
         for name, value in original.items():
             if name.startswith(("head.", "norm.")) or name.endswith("attn_mask"):
                 continue

@@ -48,11 +48,6 @@ class TrainingBatch:
     image_sizes: Tensor | None
     targets: PaddedTargets
 
-    @property
-    def counts(self) -> Tensor:
-        """[B] int64, the number of boxes of each image, on the device."""
-        return self.targets.lengths
-
 
 @dataclass(frozen=True)
 class PredictionBatch:
@@ -241,8 +236,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         original image. If there is none, they stay in pixels of the network's input.
         """
         sizes = image_sizes(inputs, data_samples)
-        given = [sample.metainfo.get("scale_factor") for sample in data_samples]
-        factors = [[1.0, 1.0] if pair is None else [float(number) for number in pair[:2]] for pair in given]
+        factors = [tuple(sample.metainfo.get("scale_factor", (1.0, 1.0))[:2]) for sample in data_samples]
         limits = [[width, height] for height, width in sizes]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
@@ -361,10 +355,11 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         Padding takes part, as in mmdet, unless images are computed as if they were not padded, or only usable pixels
         [B or 1, S, 1] shall be chosen.
         """
+        is_left_out = pyramid.padding_mask if pyramid.is_as_if_unpadded else None
         if self.only_usable_proposals:
-            scores = scores.masked_fill(~usable.squeeze(-1), -math.inf)
-        elif pyramid.is_as_if_unpadded and pyramid.padding_mask is not None:
-            scores = scores.masked_fill(pyramid.padding_mask, -math.inf)
+            is_left_out = ~usable.squeeze(-1)
+        if is_left_out is not None:
+            scores = scores.masked_fill(is_left_out, -math.inf)
         return scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
 
     def extract_feat(self, inputs: Tensor, padding: Padding | None = None) -> tuple[Tensor, ...]:
@@ -372,9 +367,10 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         known = () if padding is None else (padding,)
         maps = self.neck(self.backbone(inputs, *known), *known)
         widths = [feature_map.shape[1] for feature_map in maps]
-        if widths != [self.embed_dims] * len(self.level_embed):
+        count = len(self.level_embed)
+        if widths != [self.embed_dims] * count:
             raise InvalidInputError(
-                f"{type(self).__name__}: the neck must give {len(self.level_embed)} maps of {self.embed_dims} channels "
+                f"{type(self).__name__}: the neck must give {count} maps of {self.embed_dims} channels "
                 f"(num_feature_levels, embed_dims), got maps of {widths} channels"
             )
         return maps

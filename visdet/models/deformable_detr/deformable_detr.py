@@ -33,14 +33,12 @@ class DeformableDETR(DeformableDetectionTransformer):
     def __init__(self, **detector: Any) -> None:
         super().__init__(**detector)
         self.assigns_all_pixels = self.as_two_stage
+        both = self.embed_dims * 2  # query_pos, then query
         if self.as_two_stage:
-            self.pos_trans_fc = nn.Linear(
-                self.box_coder.num_positions * (self.embed_dims // 2), self.embed_dims * 2
-            )
-            self.pos_trans_norm = LayerNorm(self.embed_dims * 2)
+            self.pos_trans_fc = nn.Linear(self.box_coder.num_positions * (self.embed_dims // 2), both)
+            self.pos_trans_norm = LayerNorm(both)
         else:
-            # query_pos, then query
-            self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims * 2)
+            self.query_embedding = nn.Embedding(self.num_queries, both)
             self.reference_points_fc = nn.Linear(self.embed_dims, 2)
 
     def init_weights(self) -> None:
@@ -71,7 +69,7 @@ class DeformableDETR(DeformableDetectionTransformer):
             memory: [B, S, C], the output of the encoder.
             pyramid: the pyramid that the encoder has read.
         """
-        classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
+        classify, regress = self.bbox_head.branches(-1)
         origin, usable = pixel_proposals(pyramid)
         features = self.proposal_features(memory, usable)
         logits = in_full_precision(classify, features)

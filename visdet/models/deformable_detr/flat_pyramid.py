@@ -74,10 +74,12 @@ def flatten_pyramid(
     """
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
     pixels = _pixels(level_sizes, tuple(batch_size_px), level_embed.device)
+    numbers = pixels.rows_columns + 1
+    valid = pixels.level_shapes.unsqueeze(0)
+    padding_mask = None
     if image_sizes is None:
-        valid, padding_mask = pixels.level_shapes.unsqueeze(0), None
-        last = valid[:, pixels.level]  # [1, S, 2]
-        positions = (pixels.rows_columns + 1).unsqueeze(0)
+        last = counted_last = valid[:, pixels.level]  # [1, S, 2]
+        positions = numbers.unsqueeze(0)
     else:
         # The sizes [B, L, 2] (height, width) are those of the images' masks after nearest-neighbour downsampling.
         valid = (pixels.sources < image_sizes[:, None, :, None]).sum(-1)
@@ -89,8 +91,9 @@ def flatten_pyramid(
         # Rows are counted over the valid pixels of a column, and columns over those of a row, so that columns and rows
         # of padding count 0.
         counted = is_valid.flip(-1)
-        positions, last_counted = torch.minimum(pixels.rows_columns + 1, last) * counted, last * counted
-    encoded = positional_encoding.encode(positions, last if image_sizes is None else last_counted)
+        positions = torch.minimum(numbers, last) * counted
+        counted_last = last * counted
+    encoded = positional_encoding.encode(positions, counted_last)
     embedding = torch.cat(
         [
             row.expand(height * width, -1)

@@ -1,12 +1,11 @@
 """The head of Deformable DETR, which predicts classes and boxes from the decoder's hidden states."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, bias_init_with_prob
 from torch import Tensor, nn
 
 from visdet.checks.arguments import Positive, checked_value
@@ -150,7 +149,7 @@ class DeformableDETRHead(BaseModule):
         """
         for classify in self.cls_branches:
             bias = classify.get_parameter("bias")
-            nn.init.constant_(bias, -math.log((1 - _PRIOR_PROBABILITY) / _PRIOR_PROBABILITY))
+            nn.init.constant_(bias, bias_init_with_prob(_PRIOR_PROBABILITY))
         last_layers = [[*branch.children()][-1] for branch in self.reg_branches]
         for layer in last_layers:
             nn.init.zeros_(layer.get_parameter("weight"))
@@ -173,11 +172,15 @@ class DeformableDETRHead(BaseModule):
         logits, boxes = zip(*layers, strict=True)
         return torch.stack(logits), torch.stack(boxes)
 
+    def branches(self, layer: int) -> tuple[nn.Module, nn.Module]:
+        """Return the branches of classification and of regression of a layer. Those of proposals come last."""
+        return self.cls_branches[layer], self.reg_branches[layer]
+
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [..., C] and boxes [..., box_dim] by a layer's branches from hidden states [...]."""
-        deltas = in_full_precision(self.reg_branches[layer], hidden)
-        boxes = self.box_coder.refined(deltas, reference, LOGIT)
-        return in_full_precision(self.cls_branches[layer], hidden), boxes
+        classify, regress = self.branches(layer)
+        boxes = self.box_coder.refined(in_full_precision(regress, hidden), reference, LOGIT)
+        return in_full_precision(classify, hidden), boxes
 
     def set_predictions(
         self, hidden_states: Tensor, references: Sequence[Tensor], start: DecoderStart
@@ -193,15 +196,11 @@ class DeformableDETRHead(BaseModule):
         logits, boxes = map(at_least_float32, self(hidden_states, references))
         sets = {"": SetPrediction(logits, boxes)}
         if start.denoising is not None:
-            count = len(start.denoising.is_counted)
+            _, _, targets, is_counted, _ = start.denoising
+            count = len(is_counted)
             sets = {
                 "": SetPrediction(logits[:, :, count:], boxes[:, :, count:]),
-                "dn_": SetPrediction(
-                    logits[:, :, :count],
-                    boxes[:, :, :count],
-                    start.denoising.targets,
-                    start.denoising.is_counted,
-                ),
+                "dn_": SetPrediction(logits[:, :, :count], boxes[:, :, :count], targets, is_counted),
             }
         if start.encoder_logits is not None and start.encoder_boxes is not None:
             encoder = (
@@ -269,10 +268,11 @@ class DeformableDETRHead(BaseModule):
         result = {}
         for name, prediction in sets.items():
             index = assignment[f"{name}index"] if prediction.targets is None else prediction.targets
-            index = index.expand(len(prediction.logits), -1, -1)
+            num_layers = len(prediction.logits)
+            index = index.expand(num_layers, -1, -1)
             num_boxes = assignment[f"{name}num_boxes"]
             by_layer = self._set_losses(prediction, self.targets_of(name, targets), index, num_boxes)
-            last = len(prediction.logits) - 1
+            last = num_layers - 1
             for layer, losses in enumerate(zip(*by_layer.values(), strict=True)):
                 prefix = name if layer == last else f"d{layer}.{name}"
                 result.update({f"{prefix}{kind}": loss for kind, loss in zip(by_layer, losses, strict=True)})

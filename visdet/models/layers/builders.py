@@ -44,10 +44,11 @@ def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
     if dropout_layer is None:
         return nn.Identity()
     options = dict(dropout_layer)
-    if options.get("type") == "Dropout":
-        options.pop("type")
+    kind = options.get("type")
+    if kind == "Dropout":
+        del options["type"]
         return nn.Dropout(options.pop("drop_prob", 0.5), **options)
-    if options.get("type") == "DropPath":
+    if kind == "DropPath":
         from torchvision.ops import StochasticDepth  # It takes a second to import.
 
         return StochasticDepth(options.get("drop_prob", 0.1), "row")

@@ -78,8 +78,9 @@ class MultiScaleDeformableAttention(BaseModule):
         self.num_levels = num_levels
         self.batch_first = batch_first
         self.points_per_level = points
-        self.sampling_offsets = Linear(embed_dims, num_heads * sum(points) * 2)
-        self.attention_weights = Linear(embed_dims, num_heads * sum(points))
+        samples = num_heads * sum(points)
+        self.sampling_offsets = Linear(embed_dims, samples * 2)
+        self.attention_weights = Linear(embed_dims, samples)
         self.value_proj = Linear(embed_dims, value_dims)
         self.output_proj = Linear(value_dims, embed_dims)
         self.dropout = nn.Dropout(dropout)

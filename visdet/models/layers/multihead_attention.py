@@ -1,5 +1,6 @@
 """Multi-head attention with a residual connection."""
 
+import functools
 import math
 from typing import Any
 
@@ -139,15 +140,14 @@ class MultiheadAttention(BaseModule):
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
         if all(mask.dtype == torch.bool for mask in masks):
-            masks = [~mask for mask in masks]
-            return masks[0] & masks[-1] if masks else None
+            return ~functools.reduce(torch.logical_or, masks) if masks else None
         added = [
             torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -math.inf)
             if mask.dtype == torch.bool
             else mask.to(query.dtype)
             for mask in masks
         ]
-        return added[0] + added[1] if len(added) == 2 else added[0]
+        return functools.reduce(torch.add, added)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:

@@ -52,10 +52,11 @@ def solve_padded(costs: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     # scipy.optimize is slow to import, and it is not needed before the first matching.
     from scipy import optimize
 
-    on_host, lengths = costs.cpu().numpy(), torch.as_tensor(counts).tolist()
-    num_padded, num_predictions = on_host.shape[-2:]
-    targets = np.full((*on_host.shape[:-2], num_predictions), num_padded, dtype=np.int64)
-    for position in np.ndindex(on_host.shape[:-2]):
+    on_host = costs.cpu().numpy()
+    lengths = torch.as_tensor(counts).tolist()
+    *problems, num_padded, num_predictions = on_host.shape
+    targets = np.full((*problems, num_predictions), num_padded, dtype=np.int64)
+    for position in np.ndindex(*problems):
         chosen, predictions = optimize.linear_sum_assignment(on_host[position][: lengths[position[-1]]])
         targets[position][predictions] = chosen
     return to_device(targets, costs.device)

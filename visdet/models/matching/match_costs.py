@@ -61,8 +61,7 @@ class FocalLossCost(MatchCost):
 
     def of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cost [..., Q, N] of logits [..., Q, C] against labels [..., N]."""
-        num_classes, num_targets = logits.shape[-1], labels.shape[-1]
-        if num_classes > num_targets:
+        if logits.shape[-1] > labels.shape[-1]:  # There are more classes than targets.
             return self._of_logits(_of_target_class(logits, labels))
         return _of_target_class(self._of_logits(logits), labels)
 
@@ -105,9 +104,11 @@ class BBoxL1Cost(MatchCost):
         self.box_format = box_format
 
     def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
-        predicted, true = boxes_px / targets.image_whwh, targets.boxes_px / targets.image_whwh
+        predicted = boxes_px / targets.image_whwh
+        true = targets.boxes_px / targets.image_whwh
         if self.box_format == "xywh":
-            predicted, true = xyxy_to_cxcywh(predicted), xyxy_to_cxcywh(true)
+            predicted = xyxy_to_cxcywh(predicted)
+            true = xyxy_to_cxcywh(true)
         predicted, true = _of_pairs(predicted, true)
         return self.weight * (predicted - true).abs().sum(dim=-1)
 
@@ -151,11 +152,14 @@ class RotatedBoxCost(MatchCost):
         self.loss: RotatedLoss = built(loss, MODELS)
 
     def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
-        predicted, true = boxes_px, targets.boxes_px
-        if not self.loss.is_in_pixels:
-            predicted, true = (_CODER.to_unit(boxes, targets.image_whwh) for boxes in (predicted, true))
+        predicted = boxes_px
+        true = targets.boxes_px
+        is_in_pixels = self.loss.is_in_pixels
+        if not is_in_pixels:
+            predicted = _CODER.to_unit(predicted, targets.image_whwh)
+            true = _CODER.to_unit(true, targets.image_whwh)
         cost = self.loss.elements(*_of_pairs(predicted, true))
-        return self.weight * (cost if self.loss.is_in_pixels else cost.sum(-1))
+        return self.weight * (cost if is_in_pixels else cost.sum(-1))
 
 
 def _of_pairs(predicted: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,21 +78,22 @@ class PaddedTargets(Counted):
         Raises:
             ValueError: a sample has no ``gt_instances``, or they are not ``bboxes`` [N, box_dim] and ``labels`` [N].
         """
-        boxes, labels = [], []
+        boxes = []
+        labels = []
         for index, sample in enumerate(samples):
             instances = sample.get("gt_instances", {})
-            if not {"bboxes", "labels"} <= set(instances.keys()):
+            names = sorted(instances.keys())
+            needs = f"loss: data_samples[{index}].gt_instances must have bboxes [N, {box_dim}] and labels [N], got"
+            if not {"bboxes", "labels"} <= {*names}:
                 raise InvalidInputError(
-                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, {box_dim}] and labels [N], got "
-                    f"{sorted(instances.keys())}; the pipeline needs LoadAnnotations with with_bbox=True"
+                    f"{needs} {names}; the pipeline needs LoadAnnotations with with_bbox=True"
                 )
-            boxes.append(torch.as_tensor(instances.bboxes, dtype=torch.float32, device=device))
-            labels.append(torch.as_tensor(instances.labels, dtype=torch.int64, device=device))
-            if boxes[-1].shape != (len(labels[-1]), box_dim):
-                raise InvalidInputError(
-                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, {box_dim}] and labels [N], "
-                    f"got {tuple(boxes[-1].shape)} and {tuple(labels[-1].shape)}"
-                )
+            own_boxes = torch.as_tensor(instances.bboxes, dtype=torch.float32, device=device)
+            own_labels = torch.as_tensor(instances.labels, dtype=torch.int64, device=device)
+            if own_boxes.shape != (len(own_labels), box_dim):
+                raise InvalidInputError(f"{needs} {tuple(own_boxes.shape)} and {tuple(own_labels.shape)}")
+            boxes.append(own_boxes)
+            labels.append(own_labels)
         whwh = to_device([[w, h, w, h] for h, w in image_sizes], device, torch.float32)
         return cls(
             boxes_px=pad_sequence(boxes, batch_first=True),
@@ -104,8 +105,8 @@ class PaddedTargets(Counted):
     def padded_to(self, number: int) -> "PaddedTargets":
         """Return the same targets, padded to ``number`` boxes per image. Longer targets stay as they are."""
         missing = max(number - self.labels.shape[-1], 0)
-        boxes, labels = F.pad(self.boxes_px, (0, 0, 0, missing)), F.pad(self.labels, (0, missing))
-        return replace(self, boxes_px=boxes, labels=labels)
+        boxes = F.pad(self.boxes_px, (0, 0, 0, missing))
+        return replace(self, boxes_px=boxes, labels=F.pad(self.labels, (0, missing)))
 
     def with_labels_below(self, num_classes: int) -> "PaddedTargets":
         """Return targets with labels clamped to 0..num_classes-1, which know of labels that are not classes."""

@@ -18,6 +18,11 @@ from ..layers.precision import in_full_precision
 from .mlp import linear_relu_ln
 
 
+def is_flat(feature_maps: Sequence[Any]) -> bool:
+    """Return whether a pyramid is the result of ``feature_maps_format``, and not one [B, V, C, H, W] per level."""
+    return len(feature_maps) == 3 and feature_maps[0].dim() == 3
+
+
 @MODELS.register_module()
 class DeformableFeatureAggregation(BaseModule):
     """Projects the 3-D key points of each anchor into all cameras and sums the features there, weighted per group.
@@ -102,8 +107,8 @@ class DeformableFeatureAggregation(BaseModule):
             ValueError: the number of cameras or levels is not that of the config.
         """
         projection = metas["projection_mat"]
-        is_flat = len(feature_maps) == 3 and feature_maps[0].dim() == 3
-        features, level_shapes, level_starts = feature_maps if is_flat else feature_maps_format(feature_maps)
+        flat = feature_maps if is_flat(feature_maps) else feature_maps_format(feature_maps)
+        features, level_shapes, level_starts = flat
         given = (projection.shape[1], *level_starts.shape)
         if given != (self.num_cams, self.num_cams, self.num_levels):
             raise InvalidInputError(
@@ -146,15 +151,14 @@ class DeformableFeatureAggregation(BaseModule):
         B, N = instance_feature.shape[:2]
         sizes = (self.num_levels, self.num_pts, self.num_groups)
         embedded = instance_feature + anchor_embed
-        if self.camera_encoder is None:
-            return self.weights_fc(embedded).view(B, N, self.num_cams, *sizes), None
-        cameras = in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2))
-        if not is_plain(self.weights_fc, nn.Linear):
-            logits = self.weights_fc(embedded.unsqueeze(2) + cameras.unsqueeze(1))
-            return logits.view(B, N, self.num_cams, *sizes), None
+        if self.camera_encoder is not None:
+            cameras = in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2))
+            if is_plain(self.weights_fc, nn.Linear):
+                logits = self.weights_fc(embedded).unflatten(-1, sizes)
+                return logits, F.linear(cameras, self.weights_fc.weight).unflatten(-1, sizes)
+            embedded = embedded.unsqueeze(2) + cameras.unsqueeze(1)
         logits = self.weights_fc(embedded)
-        of_cameras = F.linear(cameras, self.weights_fc.weight)
-        return logits.view(B, N, *sizes), of_cameras.view(B, self.num_cams, *sizes)
+        return logits.view(B, N, self.num_cams, *sizes), None
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""

@@ -50,6 +50,11 @@ def linear_relu_ln(
     return layers
 
 
+def perceptron(embed_dims: int, num_outputs: int, in_loops: int = 1, out_loops: int = 2) -> nn.Sequential:
+    """Return the layers of :func:`linear_relu_ln`, and a linear layer of ``num_outputs`` numbers."""
+    return nn.Sequential(*linear_relu_ln(embed_dims, in_loops, out_loops), nn.Linear(embed_dims, num_outputs))
+
+
 class SideBySide(nn.Module):
     """Computes perceptrons ``n times (Linear, Identity, ReLULayerNorm)`` side by side, in the dtype of their weights.
 

@@ -11,13 +11,9 @@ from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX
-from .mlp import Scale, linear_relu_ln
+from .mlp import Scale, linear_relu_ln, perceptron
 
 _PRIOR = 0.01  # the probability of each class before training
-
-
-def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
 
 
 class _Refinement(BaseModule):
@@ -31,7 +27,7 @@ class _Refinement(BaseModule):
         self.layers = nn.Sequential(
             *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
         )
-        self.cls_layers: Any = _class_branch(embed_dims, num_cls)
+        self.cls_layers: Any = perceptron(embed_dims, num_cls)
         self.class_rows = {self.class_list: [f"cls_layers.{len(self.cls_layers) - 1}"]}
 
     def init_weights(self) -> None:
@@ -70,7 +66,7 @@ class SparseBox3DRefinementModule(_Refinement):
         super().__init__(embed_dims, output_dim, num_cls)
         self.normalize_yaw = normalize_yaw
         self.refine_yaw = refine_yaw
-        self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
+        self.quality_layers = perceptron(embed_dims, 2) if with_quality_estimation else None
         self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
     def forward(
@@ -180,9 +176,9 @@ class MotionPlanningRefinementModule(BaseModule):
             ]
             return nn.Sequential(*hidden, nn.Linear(embed_dims, count))
 
-        self.motion_cls_branch: Any = _class_branch(embed_dims, 1)
+        self.motion_cls_branch: Any = perceptron(embed_dims, 1)
         self.motion_reg_branch = numbers(fut_ts * 2)
-        self.plan_cls_branch: Any = _class_branch(embed_dims, 1)
+        self.plan_cls_branch: Any = perceptron(embed_dims, 1)
         self.plan_reg_branch = numbers(ego_fut_ts * 2)
         self.plan_status_branch = numbers(_STATUS)
 

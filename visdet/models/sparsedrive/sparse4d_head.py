@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -68,11 +69,9 @@ def _outputs_of_layers(
         quality=[None if quality is None else quality[:, :N] for _, _, quality in layers],
     )
     if queries:
-        outputs |= dict(
-            dn_classification=[cls[:, N:] for cls, _, _ in layers],
-            dn_prediction=[anchors[:, N:] for _, anchors, _ in layers],
-            dn_targets=[(one.cls_target, one.reg_target, one.valid_mask) for one in queries],
-        )
+        outputs["dn_classification"] = [cls[:, N:] for cls, _, _ in layers]
+        outputs["dn_prediction"] = [anchors[:, N:] for _, anchors, _ in layers]
+        outputs["dn_targets"] = [(one.cls_target, one.reg_target, one.valid_mask) for one in queries]
     return outputs
 
 
@@ -149,8 +148,14 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         self.anchor_encoder = MODELS.build(anchor_encoder)
         self.sampler = built(sampler, TASK_UTILS)
         self.decoder = built(decoder, TASK_UTILS)
-        configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, norm=norm_layer, ffn=ffn)
-        configs |= dict(deformable=deformable_model, refine=refine_layer)
+        configs = {
+            "temp_gnn": temp_graph_model,
+            "gnn": graph_model,
+            "norm": norm_layer,
+            "ffn": ffn,
+            "deformable": deformable_model,
+            "refine": refine_layer,
+        }
         self.embed_dims = self.instance_bank.embed_dims
         self.build_operations(configs, order, self.embed_dims, decouple_attn)
         layers: Any = self.layers
@@ -208,7 +213,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
     def forward(
         self,
-        feature_maps: Tensor | Sequence[Any],
+        feature_maps: Sequence[Any],
         metas: dict[str, Any],
         state: Sparse4DState | None = None,
         denoising: DenoisingQueries | None = None,
@@ -228,7 +233,6 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             what the losses of denoising need: classes and predictions of each layer, and the classes, boxes and marks
             of what counts of the queries, before and after those of the previous frame have joined.
         """
-        feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
         batch_size, bank = feature_maps[0].shape[0], self.instance_bank
         state = self.enter(None, batch_size, None) if state is None else state
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
@@ -263,15 +267,17 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
         N = bank.num_anchor
         of_frame = () if denoising is None or joined is None else (denoising, joined)
+        found, classes = feature[:, :N], cls[:, :N]
         output = _outputs_of_layers(predicted, N, of_frame)
-        output |= dict(instance_feature=feature[:, :N], anchor_embed=embed[:, :N])
+        output["instance_feature"] = found
+        output["anchor_embed"] = embed[:, :N]
         queries = None
         if joined is not None:
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
-        bank_state = bank.cache(bank_state, feature[:, :N], anchor[:, :N], cls[:, :N])
+        bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:
             threshold = None if self.decoder is None else self.decoder.score_threshold
-            output["instance_id"], bank_state = bank.get_instance_id(bank_state, cls[:, :N], threshold)
+            output["instance_id"], bank_state = bank.get_instance_id(bank_state, classes, threshold)
         return output, Sparse4DState(bank_state, queries)
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory | None:
@@ -307,7 +313,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         value = torch.cat([memory.value, own_value.to(memory.value.dtype)], 1)
         hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
         if attn_mask is not None:
-            attn_mask = nn.functional.pad(attn_mask, (K, 0))
+            attn_mask = F.pad(attn_mask, (K, 0))
         return self.attend(
             layer, feature, embed, keys, embeds, value, attn_mask=attn_mask, key_padding_mask=hidden
         )
@@ -315,14 +321,13 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
     @staticmethod
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
         """Return features and anchors followed by the denoising queries, and the mask that separates the two."""
-        N, count = anchor.shape[1], denoising.anchor.shape[1]
-        missing = anchor.shape[-1] - denoising.anchor.shape[-1]  # the vertical velocity, which becomes 0
-        dn_anchor = nn.functional.pad(denoising.anchor, (0, missing))
-        feature = torch.cat([feature, feature.new_zeros(len(feature), count, feature.shape[-1])], dim=1)
-        attn_mask = torch.ones(N + count, N + count, dtype=torch.bool, device=anchor.device)
+        N = anchor.shape[1]
+        _, count, dims = denoising.anchor.shape
+        # The vertical velocity becomes 0.
+        anchor = torch.cat([anchor, F.pad(denoising.anchor, (0, anchor.shape[-1] - dims))], dim=1)
+        attn_mask = F.pad(denoising.attn_mask, (N, 0, N, 0), value=True)
         attn_mask[:N, :N] = False
-        attn_mask[N:, N:] = denoising.attn_mask
-        return feature, torch.cat([anchor, dn_anchor], dim=1), attn_mask
+        return F.pad(feature, (0, 0, 0, count)), anchor, attn_mask
 
     def _update_denoising(
         self,

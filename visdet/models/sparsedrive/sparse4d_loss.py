@@ -47,7 +47,8 @@ class Sparse4DLoss:
         Raises:
             InvalidInputError: a label on the host is not a class of the refinement layers.
         """
-        for index, labels in enumerate(data[self.gt_cls_key]):
+        given = data[self.gt_cls_key]
+        for index, labels in enumerate(given):
             # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
             # are there already are not looked at, because the host would have to wait for them.
             if self.num_classes is None or labels.device.type != "cpu":
@@ -57,7 +58,7 @@ class Sparse4DLoss:
                     f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{self.num_classes - 1}, "
                     f"got {labels.unique().tolist()}"
                 )
-        return self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
+        return self.sampler.ground_truth(given, data[self.gt_reg_key], device)
 
     def pair_costs(self, model_outs: dict[str, Any], truth: PaddedInstances) -> PairCosts:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
@@ -81,17 +82,17 @@ class Sparse4DLoss:
         """
         if not self.learns:
             return {}
-        device_type = model_outs["prediction"][0].device.type
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(truth.labels.device.type, enabled=False):
             cls, reg = _stacked(model_outs)
             reg = reg[..., : len(self.reg_weights)]
+            background = cls.shape[-1]
             cls_target, reg_target, reg_weight = self.sampler.targets_of(
-                assigned.index, truth, pairs.ordering, cls.shape[-1]
+                assigned.index, truth, pairs.ordering, background
             )
             # Constants go to the device once, and without waiting for it.
             reg_scale = constants_on(reg.device, tuple(self.reg_weights), reg.dtype)
             reg_weight = reg_weight * reg_scale
-            is_matched = cls_target < cls.shape[-1]
+            is_matched = cls_target < background
             quality = model_outs["quality"]
             losses = self._losses_of_layers(
                 cls,
@@ -180,12 +181,15 @@ class Sparse4DLoss:
         """
         prefix = f"{self.task_prefix}_"
         cls, labels, counts = classes
-        elements = {f"{prefix}loss_cls": self.loss_cls(cls, labels, counts, reduction_override="none")}
-        elements |= self.loss_reg(*boxes, prefix=prefix, reduction_override="none", **options)
+        elements = {
+            f"{prefix}loss_cls": self.loss_cls(cls, labels, counts, reduction_override="none"),
+            **self.loss_reg(*boxes, prefix=prefix, reduction_override="none", **options),
+        }
         losses: dict[str, Tensor] = {}
         for name, of_loss in elements.items():
             sums = of_loss.unflatten(0, (len(divisors), -1)).flatten(1).sum(1) / divisors
-            losses |= {f"{name}{suffix}{layer}": of_layer for layer, of_layer in enumerate(sums.unbind())}
+            for layer, of_layer in enumerate(sums.unbind()):
+                losses[f"{name}{suffix}{layer}"] = of_layer
         return losses
 
 

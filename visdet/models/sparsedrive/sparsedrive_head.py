@@ -63,14 +63,15 @@ class SparseDriveHead(HeadOfTasks):
                 f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {self.map_head.task_prefix!r}"
             )
         if self.with_motion_plan:
-            self.det_head.criterion.learns = not freeze_perception
+            criterion = self.det_head.criterion
+            criterion.learns = not freeze_perception
             self.motion_plan_head = MODELS.build(motion_plan_head)
             # Each box of the results gets its trajectories.
             decoder, boxes = self.motion_plan_head.motion_decoder, self.det_head.decoder
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))
-            classes = self.det_head.criterion.num_classes or 0
+            classes = criterion.num_classes or 0
             given = len(self.motion_plan_head.motion_anchor)
             if classes > given:  # A class of boxes would have no trajectories that motion starts from.
                 raise InvalidInputError(

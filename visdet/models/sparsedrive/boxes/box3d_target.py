@@ -159,8 +159,10 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         if self.num_temp_dn_groups <= 0:
             gt_instance_id = None
         labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id, pads)
-        G, B = self.num_dn_groups, len(labels)
-        labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
+        G = self.num_dn_groups
+        B, N = labels.shape
+        labels = labels.repeat(G, 1)  # [G·B, N], group by group
+        boxes = boxes.repeat(G, 1, 1)
         ids = None if ids is None else ids.repeat(G, 1)
         scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
         anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
@@ -170,18 +172,18 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
 
         costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
-        index = solve_padded(costs, [labels.shape[1]] * len(labels))
+        index = solve_padded(costs, [N] * len(labels))
 
         def by_sample(values: Tensor) -> Tensor:
             """Return values [G·B, n, ...] as [B, G·n, ...]."""
             return values.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2)
 
         dn_labels = by_sample(labels_at(labels, index, _BACKGROUND))
-        is_box = by_sample((labels >= 0).repeat(1, anchors.shape[1] // labels.shape[1]))
         n = anchors.shape[1]
+        is_box = by_sample((labels >= 0).repeat(1, n // N))
         group = torch.arange(G, device=anchors.device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
-        added = (torch.arange(n, device=anchors.device) % labels.shape[1] >= self._most(cls_target)).repeat(G)
+        added = (torch.arange(n, device=anchors.device) % N >= self._most(cls_target)).repeat(G)
         apart = ((group[:, None] != group) | added).fill_diagonal_(False)
         return DenoisingQueries(
             by_sample(anchors),
@@ -248,8 +250,10 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             The first three arguments, with the kept queries in them.
         """
         own_ids: Any = queries.id_target
-        N, G = num_normal_anchor, self.num_dn_groups
-        ids, reg_target = _grouped(own_ids, G), _grouped(queries.reg_target, G)
+        N = num_normal_anchor
+        G = self.num_dn_groups
+        ids = _grouped(own_ids, G)
+        reg_target = _grouped(queries.reg_target, G)
         state_ids = state["dn_id_target"]
         T = state_ids.shape[1]  # temporal groups
         is_same = state_ids[..., None] == ids[:, :T, None]  # [B, T, n before, n]
@@ -267,9 +271,10 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         merged = []
         for old, new in zip(of_state, (*of_instances, *of_queries), strict=True):
             new = _grouped(new, G)
+            n = new.shape[2]
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
-            old = old[:, :, : new.shape[2]]  # It gets as many queries in a group as there are now.
-            old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, new.shape[2] - old.shape[2])).to(new.dtype)
+            old = old[:, :, :n]  # It gets as many queries in a group as there are now.
+            old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, n - old.shape[2])).to(new.dtype)
             old = torch.where(has_history, old, new[:, :T])
             merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))
         feature, anchors, reg_target, cls_target, valid_mask, ids = merged

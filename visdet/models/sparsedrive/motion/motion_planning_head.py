@@ -16,7 +16,7 @@ from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
 from ..boxes.box3d import VX, VY, yaw_of
 from ..instance_operations import InstanceOperations
-from ..mlp import linear_relu_ln
+from ..mlp import perceptron
 from ..sample_batch import probabilities_of
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
@@ -129,15 +129,20 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             plan_loss_reg=MODELS.build(plan_loss_reg),
             plan_loss_status=MODELS.build(plan_loss_status),
         )
-        configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, cross_gnn=cross_graph_model)
-        configs |= dict(norm=norm_layer, ffn=ffn, refine=refine_layer)
+        configs = {
+            "temp_gnn": temp_graph_model,
+            "gnn": graph_model,
+            "cross_gnn": cross_graph_model,
+            "norm": norm_layer,
+            "ffn": ffn,
+            "refine": refine_layer,
+        }
         self.build_operations(configs, operation_order, embed_dims, decouple_attn)
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
         self.class_rows = {"classes": ["motion_anchor"]}
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
-        C = embed_dims
-        self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
-        self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.motion_anchor_encoder = perceptron(embed_dims, embed_dims, out_loops=1)
+        self.plan_anchor_encoder = perceptron(embed_dims, embed_dims, out_loops=1)
 
     def _anchors(self, name: str, given: Any, shape: tuple[Any, ...]) -> nn.Parameter:
         """Return anchors of a shape, from numbers or a .npy file. They do not learn.
@@ -228,10 +233,19 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]
             plan_reg = [steps + constant for steps in plan_reg]
         state = queue.cache(state, det_output, feature[:, N:], status[-1])
-        motion: dict[str, Any] = dict(classification=motion_cls, prediction=motion_reg)
-        motion |= dict(period=state.period, anchor_queue=list(state.anchors))
-        planning: dict[str, Any] = dict(classification=plan_cls, prediction=plan_reg, status=status)
-        planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
+        motion = {
+            "classification": motion_cls,
+            "prediction": motion_reg,
+            "period": state.period,
+            "anchor_queue": list(state.anchors),
+        }
+        planning = {
+            "classification": plan_cls,
+            "prediction": plan_reg,
+            "status": status,
+            "period": state.ego_period,
+            "anchor_queue": list(state.ego_anchors),
+        }
         return motion, planning, state
 
     def _attend_to_past(

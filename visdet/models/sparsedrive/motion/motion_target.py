@@ -83,14 +83,13 @@ class PlanningTarget:
             The logits of the command's modes [B, 1, M], the best mode [B, 1], whether it counts [B, 1], its steps
             [B, 1, T, 2], the target steps [B, 1, T, 2] and their weights [B, 1, T].
         """
-        B, M, T = len(reg_pred), self.ego_fut_mode, self.ego_fut_ts
-        target, mask = (
-            gt_reg_target.unsqueeze(1).to(reg_pred.dtype),
-            gt_reg_mask.unsqueeze(1).to(reg_pred.dtype),
-        )
+        B = len(reg_pred)
+        M = self.ego_fut_mode
+        target = gt_reg_target.unsqueeze(1).to(reg_pred.dtype)
+        mask = gt_reg_mask.unsqueeze(1).to(reg_pred.dtype)
         batch = torch.arange(B, device=reg_pred.device)
         command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
         cls = cls_pred.reshape(B, 3, 1, M)[batch, command]
-        reg = reg_pred.reshape(B, 3, 1, M, T, 2)[batch, command]
+        reg = reg_pred.reshape(B, 3, 1, M, self.ego_fut_ts, 2)[batch, command]
         mode, best = best_modes(reg, target, mask)
         return cls, mode, mask.any(-1), best, target, mask

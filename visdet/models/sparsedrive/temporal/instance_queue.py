@@ -15,6 +15,7 @@ from visdet.registry import MODELS
 from ...layers.precision import in_full_precision
 from ...rows import rows_at
 from ..boxes.box3d import VX, VY
+from ..deformable_feature_aggregation import is_flat
 from ..mlp import linear_relu_ln
 from .frame_clock import DeviceStep, FrameStep
 from .instance_bank import confidence_of
@@ -164,8 +165,10 @@ class InstanceQueue(BaseModule):
 
     def _follow(self, state: InstanceQueueState, det_output: dict[str, Any], mask: Any) -> InstanceQueueState:
         """Reorder what is remembered like the instances of this frame, and add the frame."""
-        feature, anchor = det_output["instance_feature"].detach(), det_output["prediction"][-1].detach()
-        features, anchors = state.features, state.anchors
+        feature = det_output["instance_feature"].detach()
+        anchor = det_output["prediction"][-1].detach()
+        features = state.features
+        anchors = state.anchors
         if state.period is None:
             period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
         else:
@@ -197,9 +200,10 @@ class InstanceQueue(BaseModule):
         mask: Any,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         front = feature_maps[-1][:, 0]
-        if len(feature_maps) == 3 and feature_maps[0].dim() == 3:  # The pyramid is flattened.
+        if is_flat(feature_maps):
             features, shapes, starts = feature_maps
-            (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])
+            H, W = shapes[0, -1].tolist()
+            start = int(starts[0, -1])
             front = features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
         feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
         batch_size = feature.shape[0]
@@ -231,8 +235,8 @@ class InstanceQueue(BaseModule):
         """
         if self.ego_motion_encoder is None:
             return None
-        velocity = state.ego_anchors[-1][..., VX : VY + 1]
-        before = state.ego_anchors[-2][..., VX : VY + 1] if len(state.ego_anchors) > 1 else velocity
+        last = state.ego_anchors[-2:]  # or the only one
+        before, velocity = (anchor[..., VX : VY + 1] for anchor in (last[0], last[-1]))
         waves = [
             (state.ego_period[..., None] > frames) * _waves(motion, shortest)
             for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
