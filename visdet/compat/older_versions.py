@@ -254,14 +254,14 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
     shapely = sys.modules.get("shapely.strtree")
     if not str(getattr(sys.modules.get("mmcv"), "__version__", "")).startswith("1."):
         return {}
-    found = {name: value for name, value in vars(module).items() if name in ("STRtree", "strtree")}
-    if shapely is None or not found or not hasattr(shapely.STRtree, "geometries"):
+    if shapely is None or not hasattr(shapely.STRtree, "geometries"):
         return {}
+    own = vars(module)
     tree = _returning_geometries(shapely.STRtree)
     names: dict[str, Any] = {}
-    if found.get("STRtree") is shapely.STRtree:
+    if own.get("STRtree") is shapely.STRtree:
         names["STRtree"] = tree
-    if found.get("strtree") is shapely:
+    if own.get("strtree") is shapely:
         names["strtree"] = ModuleType("shapely.strtree")
         vars(names["strtree"]).update(vars(shapely), STRtree=tree)
     return names

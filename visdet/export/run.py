@@ -102,7 +102,7 @@ def export(
     """
     kind = _checked_format(format, precision, custom_op, has_data=calibration is not None)
     module = format_module(format)
-    size = None if shape is None else (int(shape[0]), int(shape[1]))
+    size: Any = shape and tuple(map(int, shape))
     family = family_of(with_features_in(model, precision), size, batch, steps)
     written = with_features_in(with_folded_norms(model), precision)
     program = replace(
@@ -119,8 +119,8 @@ def export(
         **_described(family, program),
         "device": family.device.type,
         "preprocessing": preprocessing,
-        "classes": None if classes is None else list(classes),
-        "score_thresholds": None if thresholds is None else list(thresholds),
+        "classes": classes and list(classes),
+        "score_thresholds": thresholds and list(thresholds),
         "origin_of_thresholds": origin_of_thresholds,
         "options": kind.options,
         "checked": False,

@@ -85,9 +85,10 @@ class SideBySide(nn.Module):
             # Weight, bias, scale and shift of each perceptron.
             given = [tuple(islice(numbers, 4)) for _ in perceptrons]
             columns = self.width if depth else self.inputs
-            weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight, *_ in given]
+            matrices, *others = zip(*given, strict=True)
+            weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight in matrices]
             places.append(torch.stack([w.repeat(self.width // len(w), 1).T for w in weights]))
-            for vectors in list(zip(*given, strict=True))[1:]:
+            for vectors in others:
                 places.append(torch.stack([v.repeat(self.width // len(v))[None] for v in vectors]))
         self.shapes = [part.shape for part in places]
         flat = torch.cat([part.flatten() for part in places])

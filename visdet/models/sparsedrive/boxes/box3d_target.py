@@ -130,7 +130,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
-    def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor | float) -> Tensor:
         """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
         scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
         return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight
@@ -171,7 +171,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
             anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
 
-        costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
+        costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], 1.0))
         index = solve_padded(costs, [N] * len(labels))
 
         def by_sample(values: Tensor) -> Tensor:

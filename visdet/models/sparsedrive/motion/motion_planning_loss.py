@@ -61,7 +61,8 @@ class MotionPlanningLoss:
         # Numbers of denoising queries follow those of the layers. They are averages over all processes.
         num_matched = matched.num_positive[len(matched.index) - 1]
         counts = weight.any(-1).float().flatten()
-        steps, weights = target.flatten(0, 1).cumsum(-2), weight.flatten(0, 1).unsqueeze(-1)
+        steps = target.flatten(0, 1).cumsum(-2)
+        weights = weight.flatten(0, 1).unsqueeze(-1)
         losses = {}
         for i, (cls, reg) in enumerate(zip(motion["classification"], motion["prediction"], strict=True)):
             mode, best = best_modes(reg.float(), target, weight)
@@ -74,7 +75,9 @@ class MotionPlanningLoss:
         return losses
 
     def _planning_losses(self, planning: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
-        future, known = field_of(data, "gt_ego_fut_trajs"), field_of(data, "gt_ego_fut_masks")
+        future = field_of(data, "gt_ego_fut_trajs")
+        known = field_of(data, "gt_ego_fut_masks")
+        given = field_of(data, "ego_status")
         losses = {}
         of_layers = zip(planning["classification"], planning["prediction"], planning["status"], strict=True)
         for i, (all_cls, all_steps, status) in enumerate(of_layers):
@@ -84,6 +87,7 @@ class MotionPlanningLoss:
             )
             losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts.float())
             losses[f"planning_loss_reg_{i}"] = self.plan_loss_reg(best, true, weight=weight.unsqueeze(-1))
-            given = field_of(data, "ego_status").to(status.device, torch.float32)
-            losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
+            losses[f"planning_loss_status_{i}"] = self.plan_loss_status(
+                status.float().squeeze(1), given.to(status.device, torch.float32)
+            )
         return losses

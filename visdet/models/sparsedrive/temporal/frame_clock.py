@@ -42,19 +42,12 @@ class FrameStep:
         is_continued, interval, velocity = counted_step(
             np.where, seconds, matrices, np.array(self.same_scene), max_time_interval, default_interval
         )
-        columns = [
-            matrices.reshape(len(seconds), 16),
-            *(x[:, None] for x in (seconds, interval, is_continued)),
-        ]
-        numbers = to_device(torch.from_numpy(np.concatenate([*columns, velocity], axis=1)), device, dtype)
-        matrix, elapsed, intervals, continued, speed = numbers.split([16, 1, 1, 1, 2], dim=1)
-        step = DeviceStep(
-            matrix.unflatten(1, (4, 4)),
-            elapsed.squeeze(1),
-            intervals.squeeze(1),
-            continued.squeeze(1) > 0.5,
-            speed,
+        rows = np.column_stack(
+            (matrices.reshape(len(seconds), 16), seconds, interval, is_continued, velocity)
         )
+        matrix, times, speed = to_device(torch.from_numpy(rows), device, dtype).split([16, 3, 2], dim=1)
+        elapsed, intervals, continued = times.unbind(1)
+        step = DeviceStep(matrix.unflatten(1, (4, 4)), elapsed, intervals, continued > 0.5, speed)
         return step, tuple(is_continued.tolist())
 
 
