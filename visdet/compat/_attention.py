@@ -137,7 +137,8 @@ def _disagreement(candidate: Callable[..., Tensor], original: Any, layout: str) 
     def random(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float64)
 
-    value, shapes = random(2, 19, 2, 4), torch.tensor(_EXAMPLE_SHAPES, device="cpu")
+    value = random(2, 19, 2, 4)
+    shapes = torch.tensor(_EXAMPLE_SHAPES, device="cpu")
     samples = random(2, 7, 2, 2, 3, 2) * 1.6 - 0.3, random(2, 7, 2, 2, 3)
     folded = [x.flatten(3, 4) for x in samples]
     arguments = {
@@ -155,7 +156,8 @@ def _disagreement(candidate: Callable[..., Tensor], original: Any, layout: str) 
     }[layout]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            expected, found = original(*arguments), candidate(*arguments)
+            expected = original(*arguments)
+            found = candidate(*arguments)
     except (AttributeError, NameError, TypeError, ValueError, RuntimeError, LookupError) as error:
         return f"fails on a small example ({type(error).__name__}: {error})"
     if expected.shape == found.shape and torch.allclose(expected, found, rtol=1e-9, atol=1e-9):

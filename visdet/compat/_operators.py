@@ -148,7 +148,9 @@ class BoundFunction:
     """
 
     def __init__(self, name: str, original: Any, replacement: Any) -> None:
-        self.name, self.original, self.replacement = name, original, replacement
+        self.name = name
+        self.original = original
+        self.replacement = replacement
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

@@ -103,7 +103,9 @@ class _Function:
         returns: Sequence[str],
         names: dict[str, str],
     ) -> None:
-        self.entry, self.operator, self.returns = entry, operator, returns
+        self.entry = entry
+        self.operator = operator
+        self.returns = returns
         parameters = list(inspect.signature(signature).parameters.values())
         self.__name__ = entry.rpartition(".")[2]
         self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
@@ -138,7 +140,8 @@ class _Function:
         annotation = self.taken[target]
         values = []
         for name in names:
-            one, kind = given[name], self.types[name]
+            one = given[name]
+            kind = self.types[name]
             # Compiled functions take a tensor of one number, too.
             values.append(kind(one) if kind in (int, float) and isinstance(one, Tensor) else one)
         value: Any = values[0] if len(names) == 1 else tuple(values)

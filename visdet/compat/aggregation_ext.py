@@ -60,7 +60,8 @@ def _aggregate(
             features = mc_ms_feat.flatten(1, 2)
             samples = sampling_location.unsqueeze(2), weights.unsqueeze(2)  # P = 1
         else:
-            tables, samples = (spatial_shape, scale_start_index), (sampling_location, weights)
+            tables = (spatial_shape, scale_start_index)
+            samples = (sampling_location, weights)
         if num_depths is None:
             return ops.deformable_aggregation(features, *tables, *samples)
         features, depths = features.split([features.shape[-1] - num_depths, num_depths], -1)

@@ -151,8 +151,10 @@ class Extensions(Installable):
         only: the name of the only module that it provides. The default is all of them.
     """
 
-    name, package = "extensions", None
-    install, uninstall = staticmethod(install), staticmethod(uninstall)
+    name = "extensions"
+    package = None
+    install = staticmethod(install)
+    uninstall = staticmethod(uninstall)
     is_present = True
 
     def __init__(self, only: str | None = None) -> None:

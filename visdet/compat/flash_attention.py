@@ -287,7 +287,8 @@ def _visible(
     """Return which keys each query sees, [B or 1, 1, Sq, Sk], or None if it sees all of them."""
     if lengths is None and not causal:
         return None
-    Sq, Sk = q.shape[1], k.shape[1]
+    Sq = q.shape[1]
+    Sk = k.shape[1]
     key = torch.arange(Sk, device=q.device)
     num_q, num_k = lengths or (torch.tensor([Sq], device=q.device), torch.tensor([Sk], device=q.device))
     # The key at the place of each query.

@@ -26,5 +26,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("groundingdino", "groundingdino", _MODULE, _patch, distribution="groundingdino-py")
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

@@ -44,5 +44,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("libreyolo", "libreyolo", r"libreyolo\.kernels\.attention\.ms_deform_attn", _patch)
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

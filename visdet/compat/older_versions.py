@@ -304,5 +304,7 @@ class _OlderVersions(Bridge):
 
 
 bridge = _OlderVersions("older_versions", "torch", rf"{_MODULES}|(?:.*\.)?{_MAPS}", _patch)
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

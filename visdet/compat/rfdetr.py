@@ -19,5 +19,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("rfdetr", "rfdetr", r"rfdetr\.models\.ops\.modules\.ms_deform_attn", _patch)
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

@@ -30,5 +30,7 @@ bridge = Bridge(
     _patch,
     distribution="RT-DETR",
 )
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

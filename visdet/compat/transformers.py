@@ -87,5 +87,7 @@ bridge = Bridge(
     r"transformers\.models\.\w+\.modeling_\w+",
     _patch,
 )
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

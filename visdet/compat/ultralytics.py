@@ -20,5 +20,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("ultralytics", "ultralytics", r"ultralytics\.nn\.modules\.transformer", _patch)
-install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+install = bridge.install
+uninstall = bridge.uninstall
+installed = bridge.installed
 patched = bridge.patched

@@ -111,7 +111,8 @@ def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def distance(a: np.ndarray, b: np.ndarray, scale: Any) -> np.ndarray:
     """Return |a - b| / scale. Equal infinite numbers and two NaN are equal."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         distance = np.where(same, 0.0, np.abs(a - b) / scale)
@@ -176,7 +177,8 @@ def _compare_case(
     exported_state: Tensors = {}
     first: Any = None
     for given in calls:
-        expected, inputs = family.run({**given, **state}), {**given, **exported_state}
+        expected = family.run({**given, **state})
+        inputs = {**given, **exported_state}
         found = run(inputs)
         differences.add(arrays(expected), arrays(found), family.rows, limit)
         first = first or (inputs, found)
@@ -203,7 +205,8 @@ def _rounding_decides(family: Family, calls: Sequence[Tensors], limit: Tolerance
 
 def graphed(family: Family, inputs: Tensors) -> Callable[[], Any]:
     """Return a function that replays a CUDA graph of the model itself for these inputs."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         family.run(inputs)
     torch.cuda.synchronize()

@@ -94,7 +94,9 @@ class _Comparison:
     """The outputs of a graph and of a model, and the inputs for which they differ most."""
 
     def __init__(self, graph: ExposedGraph, model: Reference, runtime: str, limit: float) -> None:
-        self.graph, self.model, self.runtime = graph, model, runtime
+        self.graph = graph
+        self.model = model
+        self.runtime = runtime
         self.limit = Tolerance(limit, LIMITS["float32"].loss, of_the_mean=False)
         self.run = graph.function(runtime)
         self.differences = Differences()
@@ -192,7 +194,8 @@ class _Comparison:
         outputs, names = self._expected(self.worst)
         ours = arrays(outputs)
         theirs = {name: found[own] for own, name in names.items()}
-        as_rows, as_numbers = Differences(), Differences()
+        as_rows = Differences()
+        as_numbers = Differences()
         self._compare(ours, theirs, as_rows)
         as_numbers.add(ours, theirs, {}, self.limit)
         limit = self.limit.difference
@@ -200,7 +203,8 @@ class _Comparison:
         return [own for own, name in names.items() if name in wrong and not as_numbers.largest[name] <= limit]
 
     def _compare(self, expected: Arrays, found: Arrays, differences: Differences) -> None:
-        expected, found = _as_columns(expected), _as_columns(found)
+        expected = _as_columns(expected)
+        found = _as_columns(found)
         differences.add(expected, found, _rows(expected), self.limit)
 
 
@@ -284,7 +288,8 @@ class _Metrics:
         """Return the metrics, and what is wrong with them."""
         found = {name: metric.evaluate(0) for name, metric in self.metrics.items()}
         name = "coco/bbox_mAP"
-        ours, theirs = found["model"][name], found["graph"][name]
+        ours = found["model"][name]
+        theirs = found["graph"][name]
         is_lost = ours - theirs > LIMITS["float32"].loss
         return found, [
             f"{name} of the graph is {theirs:.4f}, that of the model {ours:.4f}"

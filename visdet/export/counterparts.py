@@ -43,7 +43,9 @@ class _Listener(TorchDispatchMode):
 
     def __init__(self, hear: Callable[..., None]) -> None:
         super().__init__()
-        self.hear, self.count, self.tracker = hear, 0, ModuleTracker()
+        self.hear = hear
+        self.count = 0
+        self.tracker = ModuleTracker()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
@@ -67,7 +69,8 @@ def nearness(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     """Return the greatest differences of the numbers of two tensors: each relative to the number and to a typical one,
     which is the median of a sample, and the absolute one. Integers and booleans are equal or infinitely apart.
     """
-    ours, theirs = ours.reshape(-1), theirs.reshape(-1)
+    ours = ours.reshape(-1)
+    theirs = theirs.reshape(-1)
     relative = float(
         distance(ours, theirs, np.abs(ours) + _typical(ours[_places(len(ours))])).max(initial=0.0)
     )

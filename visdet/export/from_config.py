@@ -175,7 +175,8 @@ class _Exported(nn.Module):
 
     def __init__(self, family: Family, run: Run) -> None:
         super().__init__()
-        self.family, self.run_exported = family, run
+        self.family = family
+        self.run_exported = run
 
     def test_step(self, data: Any) -> list[Any]:
         batch = _prepared(self.family, data)

@@ -47,7 +47,8 @@ def _without_nan(
 
 def _angle(y: Tensor, x: Tensor) -> Tensor:
     """Return the angle of (x, y) by the one within its eighth of the circle."""
-    rise, run = y.abs(), x.abs()
+    rise = y.abs()
+    run = x.abs()
     greater = torch.maximum(rise, run)
     angle = torch.atan(torch.minimum(rise, run) / torch.where(greater > 0, greater, 1.0))
     angle = torch.where(rise > run, math.pi / 2 - angle, angle)
@@ -73,7 +74,8 @@ def _masked_attention(
     scores = (query * factor) @ key.transpose(-2, -1)
     attends = attn_mask
     if attn_mask.dtype != torch.bool:
-        attends, scores = attn_mask > -math.inf, scores + attn_mask
+        attends = attn_mask > -math.inf
+        scores = scores + attn_mask
     weights = torch.where(attends, scores, torch.finfo(scores.dtype).min).softmax(-1)
     return torch.where(attends, weights, 0.0) @ value
 

@@ -52,7 +52,8 @@ def with_features_in(model: nn.Module, precision: str) -> nn.Module:
     """Return the model, or for 16 bit a copy of it whose backbone and neck have weights and compute in 16 bit."""
     if precision in ("float32", "int8"):  # A format quantises what it has written.
         return model
-    model, dtype = copy.deepcopy(model), getattr(torch, precision)
+    model = copy.deepcopy(model)
+    dtype = getattr(torch, precision)
     parts = [part for name, part in model.named_children() if name in _FEATURES]
     if not parts:
         raise ExportError(

@@ -50,7 +50,8 @@ def standard_operators(model: nn.Module, custom_op: str | None = None) -> Iterat
 class _Standard(TorchFunctionMode):
     def __init__(self, sizes: Sizes, custom_op: str | None) -> None:
         super().__init__()
-        self.sizes, self.nodes = sizes, NODES.get(custom_op, {})
+        self.sizes = sizes
+        self.nodes = NODES.get(custom_op, {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

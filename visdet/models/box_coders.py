@@ -124,8 +124,10 @@ class RotatedBoxCoder(UprightBoxCoder):
         """Return boxes that have the lengths and the direction of the sides w of the divided boxes."""
         center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
         scale = scale[..., :2]
-        cos, sin = angle.cos(), angle.sin()
-        along, across = torch.cat((cos, sin), dim=-1) / scale, torch.cat((sin, cos), dim=-1) / scale
+        cos = angle.cos()
+        sin = angle.sin()
+        along = torch.cat((cos, sin), dim=-1) / scale
+        across = torch.cat((sin, cos), dim=-1) / scale
         lengths = torch.stack((diagonals(along), diagonals(across)), dim=-1)
         direction = torch.atan2(along[..., 1:], along[..., :1])
         boxes = torch.cat((center / scale, sides * lengths, direction), dim=-1)

@@ -80,7 +80,8 @@ class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
         """
         check_packed(data)
         data = self.cast_data(data)
-        images, data_samples = data["inputs"], data.get("data_samples")
+        images = data["inputs"]
+        data_samples = data.get("data_samples")
         image_sizes = [tuple(image.shape[-2:]) for image in images]
         planned = data_samples[0].metainfo.get("batch_input_shape", (0, 0)) if data_samples else (0, 0)
         height, width = self._rounded_up(

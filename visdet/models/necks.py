@@ -193,7 +193,8 @@ class FPN(BaseModule):
 
     def _added(self, finer: Tensor, coarser: Tensor) -> Tensor:
         """Return a map plus another one in its size. Autocast would repeat its values in float32."""
-        size, repeats = finer.shape[-2:], self.upsample_cfg == _NEAREST
+        size = finer.shape[-2:]
+        repeats = self.upsample_cfg == _NEAREST
         is_half = size == (2 * coarser.shape[-2], 2 * coarser.shape[-1])
         if repeats and is_half and finer.is_cuda and torch.is_grad_enabled():
             return add_twice_as_large(finer, coarser)

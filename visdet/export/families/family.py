@@ -34,7 +34,8 @@ class Family(nn.Module, ABC):
     def __init__(self, model: Any, shape: tuple[int, int] | None, batch: int | None) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
-        self.shape, self.batch = shape, batch
+        self.shape = shape
+        self.batch = batch
         self.device = next(model.parameters()).device
 
     @torch.no_grad()

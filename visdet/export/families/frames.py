@@ -145,7 +145,8 @@ class Frames(Family):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self.input_names, tensors, strict=True))
-        before, step = None, None
+        before = None
+        step = None
         if self.is_temporal:
             before = _filled(self.template, [given[name] for name in self.states])
             step = _StepInGraph(*(given[name] for name in _STEP))
@@ -171,7 +172,10 @@ class Frames(Family):
         assert self.shape is not None
         height, width = self.shape
         yaw = torch.arange(self.cameras) * (2 * math.pi / self.cameras)
-        cos, sin, zero, focal = yaw.cos(), yaw.sin(), torch.zeros_like(yaw), width / 1.4
+        cos = yaw.cos()
+        sin = yaw.sin()
+        zero = torch.zeros_like(yaw)
+        focal = width / 1.4
         rows = (
             (focal * cos + width / 2 * sin, width / 2 * cos - focal * sin, zero, zero),
             (height / 2 * sin, height / 2 * cos, zero - focal, zero),

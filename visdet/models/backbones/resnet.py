@@ -131,13 +131,15 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
     try:
         for norm, _, count in before:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None
             if isinstance(norm, nn.SyncBatchNorm) and count is not None:  # It asks for a counter.
                 norm.num_batches_tracked = count.clone()
         yield
     finally:
         for norm, momentum, count in before:
-            norm.momentum, norm.num_batches_tracked = momentum, count
+            norm.momentum = momentum
+            norm.num_batches_tracked = count
 
 
 def _is_faster_with_channels_last(x: Tensor, has_folded: bool) -> bool:
@@ -299,7 +301,8 @@ class ResNet(Backbone):
                 )
             convs = make_convs(channels_in, channels, stride, dilation, self.style)
             blocks.append(ResidualBlock(convs, self.norm_cfg, downsample, self.with_cp))
-            channels_in, stride = channels * expansion, 1
+            channels_in = channels * expansion
+            stride = 1
         return ResidualStage(*blocks)
 
     def init_weights(self) -> None:
@@ -327,7 +330,8 @@ class ResNet(Backbone):
         """
         stages = [getattr(self, name) for name in self.stage_names]
         layers = self.layers
-        stem, folded = layers[0], fold_frozen_norms(layers)
+        stem = layers[0]
+        folded = fold_frozen_norms(layers)
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         # A ReLU after the pooling gives the same numbers and gradients, and has a quarter of the pixels.

@@ -315,7 +315,8 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         pyramid = flatten_pyramid(maps, sizes, size, self.positional_encoding, self.level_embed, padding)
         memory = self.encoder(pyramid)
         start = self.decoder_start(memory, pyramid, batch)
-        query, references = start.query, start.references
+        query = start.query
+        references = start.references
         if start.denoising is not None:
             query = torch.cat((start.denoising.query, query), dim=1)
             references = torch.cat((start.denoising.references, references), dim=1)

@@ -116,7 +116,8 @@ class DeformableDetrTransformerEncoder(LayerStack):
 
     def forward(self, pyramid: FlatPyramid) -> Tensor:
         """Return the memory [B, S, C], the features of the last layer."""
-        memory, reference_points = pyramid.features, pyramid.on_levels(pyramid.centers)
+        memory = pyramid.features
+        reference_points = pyramid.on_levels(pyramid.centers)
         for index, layer in enumerate(self.layers):
             inputs = memory, reference_points, pyramid
             recomputes = index < self.num_cp and torch.is_grad_enabled()
@@ -230,7 +231,8 @@ class DeformableDetrTransformerDecoder(LayerStack):
                 stay the same.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
-        hidden_states, all_references = [], [references]
+        hidden_states = []
+        all_references = [references]
         for index, layer in enumerate(self.layers):
             on_levels = self.box_coder.on_levels(references, pyramid)
             seen = references if pyramid.is_as_if_unpadded else on_levels[:, :, 0]

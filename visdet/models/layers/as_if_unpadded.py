@@ -21,7 +21,8 @@ class Padding:
     """
 
     def __init__(self, image_sizes: Tensor, batch_size_px: tuple[int, int]) -> None:
-        self._image_sizes, self._batch_size_px = image_sizes, batch_size_px
+        self._image_sizes = image_sizes
+        self._batch_size_px = batch_size_px
         self._inside: dict[tuple[int, int], Tensor] = {}
 
     def sizes_on(self, map_size: Sequence[int]) -> Tensor:

@@ -31,7 +31,8 @@ class FoldedConv(NamedTuple):
 
     def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
         """Return norm(conv(x)) + residual, or the ReLU of that sum."""
-        conv, x = self.conv, as_autocast_input(x)
+        conv = self.conv
+        x = as_autocast_input(x)
         geometry: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.groups)
         if relu and _has_fused_kernel(x, self.weight, residual):
             # A node of the autograd graph takes the host time even if there are no gradients.

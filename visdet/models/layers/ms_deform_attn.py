@@ -139,7 +139,8 @@ class MultiScaleDeformableAttention(BaseModule):
         if query_pos is not None:
             query = query + query_pos
         if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
+            query = query.transpose(0, 1)
+            value = value.transpose(0, 1)
 
         query = as_autocast_input(query)
         value = self.value_proj(value)

@@ -103,7 +103,8 @@ class MultiheadAttention(BaseModule):
             key = query
         else:
             key = as_autocast_input(key if key_pos is None else key + key_pos)
-        value, attn = as_autocast_input(value), self.attn
+        value = as_autocast_input(value)
+        attn = self.attn
         if not is_plain(attn, nn.MultiheadAttention):
             masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
             out, _ = attn(query, key, value, need_weights=False, **masks)

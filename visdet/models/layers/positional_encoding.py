@@ -75,7 +75,8 @@ class SinePositionalEncoding(BaseModule):
             mask = input.new_zeros(len(input), *input.shape[-2:])  # type: ignore[union-attr, arg-type]
         valid = (~mask.bool()).float()
         positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
-        last_rows, last_columns = positions[:, -1:, :, 0], positions[:, :, -1:, 1]
+        last_rows = positions[:, -1:, :, 0]
+        last_columns = positions[:, :, -1:, 1]
         last = torch.stack(torch.broadcast_tensors(last_rows, last_columns), dim=-1)
         return self.encode(positions, last).permute(0, 3, 1, 2)
 

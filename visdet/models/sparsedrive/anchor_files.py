@@ -38,7 +38,8 @@ class ModuleWithAnchors(BaseModule):
         """
         if isinstance(given, (str, Path)):
             if Path(given).exists():
-                file, given = given, load_array(given)
+                file = given
+                given = load_array(given)
                 check_finite(str(file), **{name: given})
             else:
                 self.missing_anchor_files[name] = str(given)

@@ -123,7 +123,8 @@ def assigned_instances(
     Args:
         costs: the results of ``pair_costs`` by task. truth: the ground truth of these tasks.
     """
-    indices, counts = {}, []
+    indices = {}
+    counts = []
     for name, pairs in costs.items():
         index = solve_padded(pairs.costs, truth[name].lengths)
         indices[name] = index

@@ -86,9 +86,11 @@ class InstanceOperations(BaseModule):
             masks: ``attn_mask`` and ``key_padding_mask`` of the layer.
         """
         if self.decouple_attn and query_pos is not None:
-            query, query_pos = _side_by_side(query, query_pos), None
+            query = _side_by_side(query, query_pos)
+            query_pos = None
             if key is not None and key_pos is not None:
-                key, key_pos = _side_by_side(key, key_pos), None
+                key = _side_by_side(key, key_pos)
+                key_pos = None
         return self.fc_after(layer(query, key, value, query_pos=query_pos, key_pos=key_pos, **masks))
 
 

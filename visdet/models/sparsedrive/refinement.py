@@ -165,7 +165,8 @@ class MotionPlanningRefinementModule(BaseModule):
         ego_fut_mode: int = 3,
     ) -> None:
         super().__init__()
-        self.fut_ts, self.ego_fut_ts = fut_ts, ego_fut_ts
+        self.fut_ts = fut_ts
+        self.ego_fut_ts = ego_fut_ts
 
         def numbers(count: int) -> nn.Sequential:
             hidden = [

@@ -140,7 +140,9 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
         order = (layer_ops * num_decoder)[3:] if operation_order is None else list(operation_order)
         self.num_single_frame_decoder = num_single_frame_decoder
-        self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
+        self.gt_cls_key = gt_cls_key
+        self.gt_reg_key = gt_reg_key
+        self.gt_id_key = gt_id_key
         self.with_instance_id = with_instance_id
         self.task_prefix = task_prefix
 
@@ -233,11 +235,13 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             what the losses of denoising need: classes and predictions of each layer, and the classes, boxes and marks
             of what counts of the queries, before and after those of the previous frame have joined.
         """
-        batch_size, bank = feature_maps[0].shape[0], self.instance_bank
+        batch_size = feature_maps[0].shape[0]
+        bank = self.instance_bank
         state = self.enter(None, batch_size, None) if state is None else state
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)
-        attn_mask, joined = None, denoising
+        attn_mask = None
+        joined = denoising
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
@@ -267,7 +271,8 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
         N = bank.num_anchor
         of_frame = () if denoising is None or joined is None else (denoising, joined)
-        found, classes = feature[:, :N], cls[:, :N]
+        found = feature[:, :N]
+        classes = cls[:, :N]
         output = _outputs_of_layers(predicted, N, of_frame)
         output["instance_feature"] = found
         output["anchor_embed"] = embed[:, :N]
@@ -307,8 +312,10 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
         # Keys of both kinds stand side by side, and each sample attends to those of one kind.
-        K, has_history = memory.feature.shape[1], memory.mask[:, None]
-        keys, embeds = torch.cat([memory.feature, feature], 1), torch.cat([memory.embed, embed], 1)
+        K = memory.feature.shape[1]
+        has_history = memory.mask[:, None]
+        keys = torch.cat([memory.feature, feature], 1)
+        embeds = torch.cat([memory.embed, embed], 1)
         own_value = torch.cat([feature, embed], -1) if self.decouple_attn else feature
         value = torch.cat([memory.value, own_value.to(memory.value.dtype)], 1)
         hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
@@ -340,7 +347,8 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
         Without groups of the previous frame, they are unchanged.
         """
-        kept, bank = state.denoising, self.instance_bank
+        kept = state.denoising
+        bank = self.instance_bank
         step: Any = state.bank.step
         if denoising is None or denoising.id_target is None or kept is None:
             return feature, anchor, denoising

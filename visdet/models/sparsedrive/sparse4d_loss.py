@@ -116,7 +116,8 @@ class Sparse4DLoss:
         num_positive: Tensor,
     ) -> dict[str, Tensor]:
         """Return the losses of L layers by name, from tensors [L, B, N, ...]. num_positive [L] divides their sums."""
-        cls, reg = cls.flatten(0, 2), reg.flatten(0, 2)
+        cls = cls.flatten(0, 2)
+        reg = reg.flatten(0, 2)
         quality = None if quality is None else quality.flatten(0, 2)
         cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
@@ -148,8 +149,10 @@ class Sparse4DLoss:
     ) -> dict[str, Tensor]:
         """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
         scores, boxes = _stacked(model_outs, prefix="dn_")
-        num_layers, background = len(scores), scores.shape[-1]
-        scores, boxes = scores.flatten(0, 2), boxes.flatten(0, 2)
+        num_layers = len(scores)
+        background = scores.shape[-1]
+        scores = scores.flatten(0, 2)
+        boxes = boxes.flatten(0, 2)
         is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
         of_layers = [queries[later] for later in is_later]
         cls_target, reg_target, is_valid = (torch.cat(parts) for parts in zip(*of_layers, strict=True))

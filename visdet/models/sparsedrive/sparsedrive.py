@@ -138,9 +138,11 @@ class SparseDrive(TemporalDetector, BaseDetector):
     ) -> DrivingBatch:
         """Return the batch of the next frames. The head has entered them, which is all work of the host."""
         clock = FrameClock.of(data) if self.head.is_temporal else None
-        step, of_head = None, None
+        step = None
+        of_head = None
         if clock is not None and state is not None:
-            step, of_head = clock.since(state.clock), state.head
+            step = clock.since(state.clock)
+            of_head = state.head
         of_head = self.head.enter(of_head, len(images), step)
         return DrivingBatch.of(images, data, of_head, clock=clock, **training)
 
@@ -197,7 +199,8 @@ class SparseDrive(TemporalDetector, BaseDetector):
         """
         if self.frozen_parts:
             with torch.no_grad():
-                features, depths = self.extract_feat(batch.images), None
+                features = self.extract_feat(batch.images)
+                depths = None
         else:
             features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
         outs, state = self.head(features, batch.metas, batch.state, batch.denoising)

@@ -67,7 +67,8 @@ class SparseDriveHead(HeadOfTasks):
             criterion.learns = not freeze_perception
             self.motion_plan_head = MODELS.build(motion_plan_head)
             # Each box of the results gets its trajectories.
-            decoder, boxes = self.motion_plan_head.motion_decoder, self.det_head.decoder
+            decoder = self.motion_plan_head.motion_decoder
+            boxes = self.det_head.decoder
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))

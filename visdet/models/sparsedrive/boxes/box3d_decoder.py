@@ -50,13 +50,15 @@ def select_best(
     if once_each:
         probability, labels = probability.max(dim=-1)
         probability = probability[..., None]
-    candidates, num_classes = probability.flatten(1), probability.shape[-1]
+    candidates = probability.flatten(1)
+    num_classes = probability.shape[-1]
     class_score, index = candidates.topk(min(num_output, candidates.shape[1]), dim=1, sorted=sorted)
     score = class_score
     if quality is not None:
         centerness = quality[..., CNS].float().sigmoid().gather(1, index // num_classes)
         score, order = (class_score * centerness).sort(dim=1, descending=True)
-        class_score, index = class_score.gather(1, order), index.gather(1, order)
+        class_score = class_score.gather(1, order)
+        index = index.gather(1, order)
     query = index // num_classes
     label = index % num_classes if labels is None else labels.gather(1, query)
     return BestPredictions(query, label, class_score, score)
@@ -78,7 +80,8 @@ def rows_to_keep(
         is_kept = best.class_score >= score_threshold
     if min_distance is not None:
         order = best.score.argsort(dim=1, descending=True, stable=True)
-        query, label = best.query.gather(1, order), best.label.gather(1, order)
+        query = best.query.gather(1, order)
+        label = best.label.gather(1, order)
         # OpenVINO does not gather from a slice.
         centres = rows_at(query, boxes.float())[..., :2]
         is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance

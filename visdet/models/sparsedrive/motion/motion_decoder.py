@@ -124,7 +124,8 @@ class HierarchicalPlanningDecoder:
         plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
         batch = torch.arange(B, device=scores.device)
         command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
-        chosen, plan = scores[batch, command], plans[batch, command]
+        chosen = scores[batch, command]
+        plan = plans[batch, command]
         if self.use_rescore:
             chosen = chosen + _COLLISION * self._collides(plan, det_output, motion_output)
         scores[batch, command] = chosen
@@ -164,7 +165,8 @@ class HierarchicalPlanningDecoder:
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
         size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
         ego = (x[:, :, None] for x in (centre, yaw, size))  # [B, M, 1, T, ...]
-        ego_boxes, other_boxes = tuple(ego), tuple(x[:, None] for x in others)
+        ego_boxes = tuple(ego)
+        other_boxes = tuple(x[:, None] for x in others)
         meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
         collides = (meets & is_seen[:, None, :, None]).flatten(2).any(-1)
         return collides.float() * ~collides.all(-1, keepdim=True)

@@ -144,7 +144,8 @@ class InstanceBank(ModuleWithAnchors):
             state: what the frame before left. batch_size: B.
             step: what lies between the two frames. Without one, the bank starts anew.
         """
-        cached, anchor = state.cached_anchor, self.anchor
+        cached = state.cached_anchor
+        anchor = self.anchor
         if step is None or cached is None or cached.shape[0] != batch_size or cached.device != anchor.device:
             issued = state.prev_id
             return InstanceBankState(
@@ -204,7 +205,8 @@ class InstanceBank(ModuleWithAnchors):
         cached_anchor: Any = state.cached_anchor
         if state.mask is None:
             return instance_feature, anchor, state
-        N, has_history = self.num_anchor, state.mask[:, None, None]
+        N = self.num_anchor
+        has_history = state.mask[:, None, None]
         _, (feature_kept, anchor_kept) = topk(
             confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
         )
@@ -212,7 +214,8 @@ class InstanceBank(ModuleWithAnchors):
             [cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
         )
         anchor_of_history = torch.cat([cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
-        known, ids = state.confidence, state.instance_id
+        known = state.confidence
+        ids = state.instance_id
         state = replace(
             state,
             step=None,
@@ -269,7 +272,8 @@ class InstanceBank(ModuleWithAnchors):
         """
         confidence = confidence_of(confidence)
         ids = torch.full_like(confidence, -1, dtype=torch.int64)
-        K, known = self.num_temp_instances, state.instance_id
+        K = self.num_temp_instances
+        known = state.instance_id
         if K <= 0:
             return ids, state
         if known is not None:
