@@ -100,8 +100,8 @@ def export(
         ExportError: the model cannot be exported so, or the exported model gives other results.
         MissingPackageError: a package that writes or runs the format is not installed.
     """
-    kind = _checked_format(format, precision, custom_op, has_data=calibration is not None)
     module = format_module(format)
+    kind = _checked_format(format, precision, custom_op, has_data=calibration is not None)
     size: Any = shape and tuple(map(int, shape))
     family = family_of(with_features_in(model, precision), size, batch, steps)
     written = with_features_in(with_folded_norms(model), precision)
@@ -161,7 +161,6 @@ def _written(report: dict[str, Any], folder: Path) -> Iterator[None]:
 
 def _checked_format(format: str, precision: str, custom_op: str | None, has_data: bool) -> Format:
     """Return the format, which has the precision and the custom operators, or raise an error."""
-    check_choice("format", format, tuple(FORMATS))
     check_choice("precision", precision, tuple(LIMITS))
     kind = FORMATS[format]
     if precision not in kind.precisions:

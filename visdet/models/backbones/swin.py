@@ -164,8 +164,8 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, H / 2, W / 2, 2·C] from x [B, H, W, C]."""
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 5, 2, 4)
-        return self.reduction(self.norm(x.flatten(3)))
+        x = F.pixel_unshuffle(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+        return self.reduction(self.norm(x))
 
 
 class SwinStage(nn.Module):
