@@ -125,7 +125,7 @@ def _mark_padding(
 
     Each image is then predicted as if it were a batch of its own, so that no metric depends on the batch.
     """
-    is_padded = any(tuple(image_size) != tuple(size) for image_size in image_sizes)
+    is_padded = any(image_size != size for image_size in image_sizes)
     for sample in data_samples:
         if "batch_is_padded" not in sample.metainfo:
             sample.set_metainfo({"batch_is_padded": is_padded})

@@ -74,7 +74,7 @@ def padded_sizes(
 
     If others of this size ``may_be_padded``, the sizes are always returned, so that all have one layout.
     """
-    if not may_be_padded and all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
+    if not may_be_padded and all(size == inputs.shape[-2:] for size in sizes):
         return None
     return to_device(sizes, inputs.device)
 

@@ -73,7 +73,7 @@ def flatten_pyramid(
         alone: knows the sizes of the images on each level if they were computed as if they were not padded.
     """
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
-    pixels = _pixels(level_sizes, tuple(batch_size_px), level_embed.device)
+    pixels = _pixels(level_sizes, batch_size_px, level_embed.device)
     numbers = pixels.rows_columns + 1
     valid = pixels.level_shapes.unsqueeze(0)
     padding_mask = None

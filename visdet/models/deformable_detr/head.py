@@ -13,6 +13,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..box_coders import UprightBoxCoder
+from ..layers.feed_forward import relu_perceptron
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
@@ -124,18 +125,14 @@ class DeformableDETRHead(BaseModule):
                     f"as {type(self.box_coder).__name__} has them, got {type(part).__name__}, which is of {own}"
                 )
 
-        def reg_branch() -> nn.Sequential:
-            hidden = [
-                layer for _ in range(num_reg_fcs) for layer in (nn.Linear(embed_dims, embed_dims), nn.ReLU())
-            ]
-            return nn.Sequential(*hidden, nn.Linear(embed_dims, box_dim))
-
         distinct = 1 if share_pred_layer else num_pred_layer
         repeats = num_pred_layer // distinct
         self.cls_branches = nn.ModuleList(
             [nn.Linear(embed_dims, num_classes) for _ in range(distinct)] * repeats
         )
-        self.reg_branches = nn.ModuleList([reg_branch() for _ in range(distinct)] * repeats)
+        self.reg_branches = nn.ModuleList(
+            [relu_perceptron(embed_dims, num_reg_fcs, box_dim) for _ in range(distinct)] * repeats
+        )
         # The layers of which each row belongs to a class. That of proposals without classes only tells objects apart.
         num_with_classes = num_pred_layer - int(
             as_two_stage and not share_pred_layer and not self.proposals_have_classes

@@ -29,6 +29,14 @@ class HiddenLayer(nn.Sequential):
         return super().forward(x)
 
 
+def relu_perceptron(embed_dims: int, num_hidden: int, num_outputs: int) -> nn.Sequential:
+    """Return ``num_hidden`` linear layers of one width, each followed by a ReLU, and one of ``num_outputs`` numbers."""
+    layers: list[nn.Module] = []
+    for _ in range(num_hidden):
+        layers += [nn.Linear(embed_dims, embed_dims), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(embed_dims, num_outputs))
+
+
 def feed_forward_layers(
     in_channels: int,
     hidden_channels: int,

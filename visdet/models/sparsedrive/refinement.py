@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
+from ..layers.feed_forward import relu_perceptron
 from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX
 from .mlp import Scale, linear_relu_ln, perceptron
@@ -167,21 +168,11 @@ class MotionPlanningRefinementModule(BaseModule):
         super().__init__()
         self.fut_ts = fut_ts
         self.ego_fut_ts = ego_fut_ts
-
-        def numbers(count: int) -> nn.Sequential:
-            hidden = [
-                nn.Linear(embed_dims, embed_dims),
-                nn.ReLU(),
-                nn.Linear(embed_dims, embed_dims),
-                nn.ReLU(),
-            ]
-            return nn.Sequential(*hidden, nn.Linear(embed_dims, count))
-
         self.motion_cls_branch: Any = perceptron(embed_dims, 1)
-        self.motion_reg_branch = numbers(fut_ts * 2)
+        self.motion_reg_branch = relu_perceptron(embed_dims, 2, fut_ts * 2)
         self.plan_cls_branch: Any = perceptron(embed_dims, 1)
-        self.plan_reg_branch = numbers(ego_fut_ts * 2)
-        self.plan_status_branch = numbers(_STATUS)
+        self.plan_reg_branch = relu_perceptron(embed_dims, 2, ego_fut_ts * 2)
+        self.plan_status_branch = relu_perceptron(embed_dims, 2, _STATUS)
 
     def init_weights(self) -> None:
         """Set the bias of the scores so that probabilities start at 1 %."""

@@ -232,7 +232,7 @@ class SparseDrive(TemporalDetector, BaseDetector):
             # must have a gradient.
             losses["loss_dense_depth"] = (
                 sum(depth.sum() for depth in depths) * 0
-                if known is None or self.depth_branch is None
+                if known is None
                 else self.depth_branch.loss(depths, known)
             )
         return losses

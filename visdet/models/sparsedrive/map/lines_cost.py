@@ -42,9 +42,10 @@ class LinesL1Cost:
             ValueError: ``gt_lines`` has another number of axes.
         """
         expected = 3 if self.permute else 2
-        if gt_lines.dim() != expected + int(lines_pred.dim() > 2):
+        axes = gt_lines.dim()
+        if axes != expected + int(lines_pred.dim() > 2):
             raise InvalidInputError(
-                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {gt_lines.dim()}; "
+                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {axes}; "
                 "for predictions with leading axes it must have one more"
             )
         flat = gt_lines.flatten(-3, -2) if self.permute else gt_lines
