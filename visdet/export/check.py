@@ -46,11 +46,11 @@ class Differences:
         self.count += 1
         in_groups = set().union(*rows.values())
         for name, values in expected.items():
-            theirs = found[name]
-            if theirs.shape != values.shape:
+            given = found[name]
+            if given.shape != values.shape:
                 self._note(name, np.array([np.inf]))
             elif name not in in_groups:
-                self._note(name, _distance(values, theirs))
+                self._note(name, _distance(values, given))
         for score, names in rows.items():
             group = [name for name in names if found[name].shape == expected[name].shape]
             for sample in range(len(expected[score]) if len(group) == len(names) else 0):
