@@ -53,7 +53,7 @@ def watch(names: Sequence[str] | None = None) -> list[str]:
     """
     if names is None:
         names = names_in(os.environ.get("VISDET_COMPAT", ""))
-    chosen = list(BRIDGES) if "all" in names else list(names)
+    chosen = list(BRIDGES if "all" in names else names)
     for name in chosen:
         find(name).watch()
     return chosen

@@ -21,7 +21,7 @@ from ._counts import CALLS
 __all__ = ["attend", "attend_ragged", "is_known", "is_recorded", "takes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_EXAMPLE_SHAPES = ((3, 5), (2, 2))
+_EXAMPLE_SHAPES = [(3, 5), (2, 2)]
 
 
 def takes(value: Any) -> bool:
@@ -78,9 +78,8 @@ def attend_ragged(
     P = max(num_points)
     if min(num_points) == P:
         return attend(value, level_shapes, locations.unflatten(3, (L, P)), weights.unflatten(3, (L, P)))
-    counts = list(num_points)
-    padded_locations = [F.pad(x, (0, 0, 0, P - x.shape[3])) for x in locations.split(counts, 3)]
-    padded_weights = [F.pad(x, (0, P - x.shape[3])) for x in weights.split(counts, 3)]
+    padded_locations = [F.pad(x, (0, 0, 0, P - x.shape[3])) for x in locations.split(num_points, 3)]
+    padded_weights = [F.pad(x, (0, P - x.shape[3])) for x in weights.split(num_points, 3)]
     return attend(value, level_shapes, torch.stack(padded_locations, 3), torch.stack(padded_weights, 3))
 
 
@@ -143,15 +142,15 @@ def _disagreement(candidate: Callable[..., Tensor], original: Any, layout: str) 
     folded = [x.flatten(3, 4) for x in samples]
     arguments = {
         "levels": (value, shapes, *samples),
-        "folded": (value, list(_EXAMPLE_SHAPES), *folded),
-        "ragged": (value, list(_EXAMPLE_SHAPES), *folded, [2, 4]),
+        "folded": (value, _EXAMPLE_SHAPES, *folded),
+        "ragged": (value, _EXAMPLE_SHAPES, *folded, [2, 4]),
         "listed": (
             [level.permute(0, 2, 3, 1) for level in value.split([15, 4], 1)],
-            list(_EXAMPLE_SHAPES),
+            _EXAMPLE_SHAPES,
             *folded,
             [2, 4],
         ),
-        "class": (None, value, shapes, list(_EXAMPLE_SHAPES), None, *samples, 64),
+        "class": (None, value, shapes, _EXAMPLE_SHAPES, None, *samples, 64),
         "channels first": (value.permute(0, 2, 3, 1).contiguous(), shapes, *samples),
     }[layout]
     try:

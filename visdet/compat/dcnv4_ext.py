@@ -46,7 +46,7 @@ def dcnv4_forward(
         softmax: whether the weights are logits, of which the softmax over the points is taken.
         others: see ``dcnv3_forward``.
     """
-    P = kernel_h * kernel_w - int(remove_center)
+    P = kernel_h * kernel_w - remove_center
     packed = p_offset[..., : group * 3 * P].unflatten(-1, (group, 3 * P))
     offsets, weights = packed.split([2 * P, P], -1)
     if softmax:

@@ -112,8 +112,8 @@ def flash_attn_varlen_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
+        max_seqlen_q,
+        max_seqlen_k,
         dropout_p,
         softmax_scale,
         causal,
@@ -159,8 +159,8 @@ def flash_attn_unpadded_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
+        max_seqlen_q,
+        max_seqlen_k,
         dropout_p,
         softmax_scale,
         causal,
@@ -202,13 +202,15 @@ def _attend_packed(
     v: Tensor,
     starts_q: Tensor,
     starts_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    longest_q: Any,
+    longest_k: Any,
     dropout_p: float,
     scale: float | None,
     causal: bool,
     is_causal_to_end: bool,
 ) -> Tensor:
+    longest_q = int(longest_q)  # It may be a tensor.
+    longest_k = int(longest_k)
     rows_q = _rows("q", starts_q, longest_q, len(q))
     rows_k = _rows("k", starts_k, longest_k, len(k))
     B = len(starts_q) - 1

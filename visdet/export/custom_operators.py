@@ -84,4 +84,4 @@ def load_with_plugin(path: Path) -> tuple[list[str], Callable[[dict[str, Tensor]
         given = {name: inputs[name].cpu().numpy() for name in evaluator.input_names}
         return map(torch.from_numpy, evaluator.run(None, given))
 
-    return list(evaluator.output_names), call
+    return evaluator.output_names, call

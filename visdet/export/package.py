@@ -51,7 +51,7 @@ class Package:
         return package
 
     def function(
-        self, names: Sequence[str] | None, call: Callable[[Tensors], Iterable[Tensor]]
+        self, names: list[str] | None, call: Callable[[Tensors], Iterable[Tensor]]
     ) -> Callable[[Tensors], Tensors]:
         """Return a model as a function of named tensors that refuses inputs which ``model.json`` does not allow.
 
@@ -60,9 +60,9 @@ class Package:
             call: the model, which is given the inputs in the order of ``model.json``.
         """
         outputs = list(self.description["outputs"])
-        if names is not None and list(names) != outputs:
+        if names is not None and names != outputs:
             raise ExportError(
-                f"{self.folder / DESCRIPTION} has the outputs {outputs}, but the model has {list(names)}"
+                f"{self.folder / DESCRIPTION} has the outputs {outputs}, but the model has {names}"
             )
 
         def run(inputs: Tensors) -> Tensors:

@@ -263,7 +263,7 @@ def _described(family: Family, program: Program) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "inputs": inputs,
-        "ranges": dict(program.ranges),
+        "ranges": program.ranges,
         "outputs": {name: family.about.get(name, "") for name in family.output_names},
-        "states": dict(family.states),
+        "states": family.states,
     }

@@ -98,9 +98,10 @@ class ChannelMapper(BaseModule):
 def check_feature_maps(neck: str, inputs: Sequence[Tensor], in_channels: Sequence[int]) -> None:
     """Raise an InvalidInputError unless the maps [B, C_l, H_l, W_l] have the channels that a neck was built for."""
     given = [level.shape[1] for level in inputs]
-    if given != list(in_channels):
+    expected = list(in_channels)
+    if given != expected:
         raise InvalidInputError(
-            f"{neck}: in_channels is {list(in_channels)}, but the feature maps have {given} channels"
+            f"{neck}: in_channels is {expected}, but the feature maps have {given} channels"
         )
 
 
@@ -160,7 +161,7 @@ class FPN(BaseModule):
         self.num_extra = num_outs - len(used)
         self.add_extra_convs = "on_input" if add_extra_convs is True else add_extra_convs
         self.relu_before_extra_convs = relu_before_extra_convs
-        self.upsample_cfg = dict(upsample_cfg)
+        self.upsample_cfg = upsample_cfg
         options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "inplace": False}
         self.lateral_convs = nn.ModuleList(ConvModule(width, out_channels, 1, **options) for width in used)
         options.update(groups=out_groups, padding=1)

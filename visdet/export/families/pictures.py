@@ -116,8 +116,9 @@ class Pictures(Family):
         denominator = rows
         for limit, side in [(most_columns, columns), *limits]:
             if math.isfinite(limit):
-                is_less = int(limit) * denominator < numerator * side
-                numerator = torch.where(is_less, int(limit), numerator)
+                most = int(limit)
+                is_less = most * denominator < numerator * side
+                numerator = torch.where(is_less, most, numerator)
                 denominator = torch.where(is_less, side, denominator)
         return ((2 * sides * numerator + denominator) // (2 * denominator)).clamp(min=1)
 

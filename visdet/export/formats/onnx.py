@@ -29,7 +29,7 @@ def write(program: Program, folder: Path) -> None:
         graph = torch.onnx.export(
             program.standard,
             input_names=list(program.inputs),
-            output_names=list(program.outputs),
+            output_names=program.outputs,
             opset_version=_OPSET_OF_BFLOAT16 if is_in_bfloat16(program.module) else OPSET,
             dynamo=True,
             verbose=False,

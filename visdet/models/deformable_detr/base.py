@@ -68,7 +68,7 @@ class PredictionBatch:
 
 
 def padded_sizes(
-    inputs: Tensor, sizes: Sequence[tuple[int, int]], may_be_padded: bool = False
+    inputs: Tensor, sizes: Sequence[tuple[int, int]], may_be_padded: bool | None = None
 ) -> Tensor | None:
     """Return the (height, width) [B, 2] of images on their device, or None if no image is padded.
 
@@ -156,7 +156,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
             "train_cfg": train_cfg,
             "test_cfg": test_cfg,
             "share_pred_layer": not with_box_refine,
-            "num_pred_layer": self.decoder.num_layers + int(as_two_stage),
+            "num_pred_layer": self.decoder.num_layers + as_two_stage,
             "as_two_stage": as_two_stage,
             "box_coder": self.box_coder,
         }
@@ -243,7 +243,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         limit, scale = torch.cat([extents, extents], dim=-1)
         plan = data_samples[0].metainfo
         may_be_padded = plan.get("batch_is_padded")  # None if nothing is known of the batch
-        padded = padded_sizes(inputs, sizes, bool(may_be_padded))
+        padded = padded_sizes(inputs, sizes, may_be_padded)
         if may_be_padded and not self.can_ignore_padding:
             self._say_that_padding_counts(is_planned="batch_boxes" in plan)
         alone = may_be_padded is not None and self.can_ignore_padding

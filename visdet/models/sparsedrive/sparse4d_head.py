@@ -138,7 +138,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
     ) -> None:
         super().__init__(init_cfg)
         layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
-        order = (layer_ops * num_decoder)[3:] if operation_order is None else list(operation_order)
+        order = (layer_ops * num_decoder)[3:] if operation_order is None else operation_order
         self.num_single_frame_decoder = num_single_frame_decoder
         self.gt_cls_key = gt_cls_key
         self.gt_reg_key = gt_reg_key
@@ -165,7 +165,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             sampler=self.sampler,
             loss_cls=built(loss_cls, MODELS),
             loss_reg=built(loss_reg, MODELS),
-            reg_weights=[1.0] * 10 if reg_weights is None else list(reg_weights),
+            reg_weights=(1.0,) * 10 if reg_weights is None else tuple(reg_weights),
             cls_threshold_to_reg=cls_threshold_to_reg,
             num_single_frame_decoder=num_single_frame_decoder,
             task_prefix=task_prefix,
@@ -205,8 +205,9 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         if not self.training or self.sampler is None or self.sampler.num_dn_groups <= 0:
             return None
         ids = None
-        if all(self.gt_id_key in sample for sample in metas["img_metas"]):
-            ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in metas["img_metas"]]
+        samples = metas["img_metas"]
+        if all(self.gt_id_key in sample for sample in samples):
+            ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in samples]
         labels = [row.cpu() for row in metas[self.gt_cls_key]]
         boxes = [row.cpu() for row in metas[self.gt_reg_key]]
         device = self.instance_bank.anchor.device

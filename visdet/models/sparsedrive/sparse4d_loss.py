@@ -1,6 +1,5 @@
 """The losses of Sparse4D's head."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ class Sparse4DLoss:
     sampler: Any
     loss_cls: Any
     loss_reg: Any
-    reg_weights: Sequence[float]
+    reg_weights: tuple[float, ...]
     cls_threshold_to_reg: float
     num_single_frame_decoder: int
     task_prefix: str
@@ -90,7 +89,7 @@ class Sparse4DLoss:
                 assigned.index, truth, pairs.ordering, background
             )
             # Constants go to the device once, and without waiting for it.
-            reg_scale = constants_on(reg.device, tuple(self.reg_weights), reg.dtype)
+            reg_scale = constants_on(reg.device, self.reg_weights, reg.dtype)
             reg_weight = reg_weight * reg_scale
             is_matched = cls_target < background
             quality = model_outs["quality"]

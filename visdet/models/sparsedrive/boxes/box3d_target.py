@@ -93,10 +93,10 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         self.max_dn_gt = max_dn_gt
         self.add_neg_dn = add_neg_dn
         self.box_weight = box_weight
-        self.reg_weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else list(reg_weights)
+        self.reg_weights = (1.0,) * 8 + (0.0,) * 2 if reg_weights is None else tuple(reg_weights)
         self.cls_cost = FocalLossCost(alpha, gamma, eps, weight=cls_weight)
         self.cls_wise_reg_weights = {
-            int(label): list(weights) for label, weights in (cls_wise_reg_weights or {}).items()
+            int(label): tuple(weights) for label, weights in (cls_wise_reg_weights or {}).items()
         }
 
     @torch.no_grad()
@@ -126,13 +126,13 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         """Return [N, D]: what the class asks for, else 0 where a number is NaN and 1 elsewhere."""
         weights = (~boxes.isnan()).to(boxes.dtype)
         for label, class_weights in self.cls_wise_reg_weights.items():
-            of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
+            of_class = constants_on(boxes.device, class_weights, boxes.dtype)
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
 
     def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor | float) -> Tensor:
         """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
-        scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
+        scale = constants_on(boxes.device, self.reg_weights, torch.float32)
         return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight
 
     @torch.no_grad()

@@ -43,7 +43,7 @@ class LinesL1Cost:
         """
         expected = 3 if self.permute else 2
         axes = gt_lines.dim()
-        if axes != expected + int(lines_pred.dim() > 2):
+        if axes != expected + (lines_pred.dim() > 2):
             raise InvalidInputError(
                 f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {axes}; "
                 "for predictions with leading axes it must have one more"

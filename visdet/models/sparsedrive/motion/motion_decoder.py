@@ -1,6 +1,7 @@
 """The decoders that turn predictions of motion and planning into results."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -164,9 +165,8 @@ class HierarchicalPlanningDecoder:
         yaw = _yaws(path, torch.full(path.shape[:-2], math.pi / 2, device=path.device))[..., 1:]
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
         size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
-        ego = (x[:, :, None] for x in (centre, yaw, size))  # [B, M, 1, T, ...]
-        ego_boxes = tuple(ego)
-        other_boxes = tuple(x[:, None] for x in others)
+        ego_boxes = [x[:, :, None] for x in (centre, yaw, size)]  # [B, M, 1, T, ...]
+        other_boxes = [x[:, None] for x in others]
         meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
         collides = (meets & is_seen[:, None, :, None]).flatten(2).any(-1)
         return collides.float() * ~collides.all(-1, keepdim=True)
@@ -190,10 +190,10 @@ def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
     return torch.where(stands[..., None], start[..., None], yaw)
 
 
-def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+def _corner_inside(boxes: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return whether a corner of each box lies in the other box, bool [...].
 
-    Boxes are tuples of centre [..., 2], yaw [...] and size [..., 2].
+    Boxes are given by their centre [..., 2], yaw [...] and size [..., 2].
     """
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
     signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
