@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._arguments import computation_dtype
 from visdet.ops.gather_points import gather_gradient as gradient_of_points
 from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
@@ -59,7 +59,7 @@ def roi_align_again(
 
 def roi_pool_gradient(grad_output: Tensor, rois: Tensor, argmax: Tensor, grad_input: Tensor) -> Tensor:
     sizes = grad_input.shape[0], *grad_input.shape[2:]
-    return gradient_of_pool(grad_output, rois.to(computation_dtype(grad_output)), argmax.int(), sizes)
+    return gradient_of_pool(grad_output, rois.to(wide_type(grad_output)), argmax.int(), sizes)
 
 
 # Maps
@@ -140,7 +140,7 @@ def masked_im2col(
     pad_w: int,
 ) -> Tensor:
     """Return the pixels of the window at each unmasked place in a column. Places and pixels outside the map give 0."""
-    padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
+    padded = F.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
     sizes = padded.shape[1] - kernel_h + 1, padded.shape[2] - kernel_w + 1
     is_inside = _are_inside(mask_h_idx, mask_w_idx, *sizes)
     row = mask_h_idx.where(is_inside, 0) + torch.arange(kernel_h, device=features.device)[:, None, None]
@@ -213,7 +213,7 @@ def roiaware_gradient(
         voxel, point = points_in_boxes.pairs_of(pts_idx_of_voxels)
         count = pts_idx_of_voxels.flatten(0, 3)[:, :1].clamp(min=1)
         return grad_in.index_add(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
-    grad = grad_out.reshape(1, 1, -1).to(computation_dtype(grad_in))
+    grad = grad_out.reshape(1, 1, -1).to(wide_type(grad_in))
     sizes = (1, 1, grad_in.numel())
     gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax), zeros_outside=True)
     return grad_in + gradient.view(grad_in.shape)
@@ -232,3 +232,8 @@ def hard_voxelize(
     """Return the voxels, their places, the numbers of their points, and the number of voxels."""
     voxels, places, counts = ops.hard_voxelize(points, voxel_size, coors_range, max_points, max_voxels)
     return voxels, places, counts, len(voxels)
+
+
+def wide_type(tensor: Tensor) -> torch.dtype:
+    """Return the type in which sums of a tensor's numbers are computed."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._arguments import computation_dtype
 
 from . import _mmcv_functions as mmcv_functions
 from . import mmcv_ext_voxels  # noqa: F401
@@ -182,7 +181,7 @@ def voxel_pooling_of_products(
     size = (num_voxel_x, num_voxel_y, num_voxel_z)
     places = geom_xyz.reshape(*shape, 3)
     weights = depth_features.reshape(shape)
-    wide = computation_dtype(weights)
+    wide = mmcv_functions.wide_type(weights)
     maps = context_features.reshape(batch_size, num_cams, num_channels, num_height, num_width)
     pixels = maps.permute(0, 1, 3, 4, 2).to(wide)
     total = output_features.new_zeros(output_features.shape, dtype=wide)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._arguments import computation_dtype
 
+from ._mmcv_functions import wide_type
 from ._served import GradOutput, serves
 
 __all__ = ["dcnv3_backward", "dcnv3_forward"]
@@ -49,7 +49,7 @@ def dcnv3_forward(
     """
     B, H, W, _ = input.shape
     _, Hout, Wout, _ = offset.shape
-    wide = computation_dtype(input)
+    wide = wide_type(input)
 
     def steps(count: int) -> Tensor:
         return torch.arange(count, device=input.device, dtype=wide)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._arguments import computation_dtype
 
+from ._mmcv_functions import wide_type
 from ._served import GradOutput, serves
 from .dcnv3_ext import dcnv3_forward
 
@@ -137,4 +137,4 @@ def flash_deform_attn_backward(
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1, computation_dtype(logits))
+    return logits.softmax(-1, wide_type(logits))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._arguments import computation_dtype
 
+from ._mmcv_functions import wide_type
 from ._served import SERVED, Gradient, GradOutput, serves
 
 _CORNERS = ((0, 0), (1, 0), (1, 1), (0, 1))  # (x, y)
@@ -26,7 +26,7 @@ def _weighted_attention(
     depth_score: Tensor,  # [B, Q, G, L, P, 4]
 ) -> Tensor:  # [B, Q, G * C]
     """Return the attention to the four texels of each sample, whose centres are samples of ``ms_deform_attn``."""
-    wide = computation_dtype(value)
+    wide = wide_type(value)
     sizes = spatial_shapes.flip(1).to(wide)
     at = sampling_loc.to(wide) * sizes[:, None] - 0.5
     low = at.detach().floor()
@@ -47,7 +47,7 @@ def _depth_scores(
     sampling_loc: Tensor,  # [B, Q, G, L, P, 3] (x, y, depth) in 0..1
 ) -> Tensor:  # [B, Q, G, L, P, 4]
     """Return the number of each of the four texels at the sample's depth, between its two nearest depths."""
-    wide = computation_dtype(value)
+    wide = wide_type(value)
     height, width, depths = spatial_shapes.to(wide).unbind(1)
     sizes = torch.stack([width, height, depths], 1)[:, None]
     at = sampling_loc.to(wide) * sizes - 0.5

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
@@ -37,7 +38,7 @@ def unpad_input(
     kept = used if unused_mask is None else used | unused_mask.bool()
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     extra = () if unused_mask is None else (used.sum(-1, dtype=torch.int32),)

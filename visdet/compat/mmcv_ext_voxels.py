@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
@@ -34,7 +35,7 @@ def dynamic_point_to_voxel_backward(
         )
     is_largest = feats[inside] == reduced_feats[voxel]
     first = first_of_groups(is_largest, voxel, inside, len(reduced_feats), len(feats))
-    padded = torch.nn.functional.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
+    padded = F.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
     return padded[: len(feats)]
 
 

@@ -217,7 +217,8 @@ class _Widened(NamedTuple):
     owner: str = ""
 
 
-_WIDENED = {
+_CHANGED: dict[str, _Added | _Widened] = {
+    **_ADDED,
     "torch": _Widened("load", _reading_more),
     "torch.serialization": _Widened("load", _reading_more),
     "torch.nn.parallel._functions": _Widened("_get_stream", _taking_an_index),
@@ -268,32 +269,32 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
-    name = module.__name__
-    if name in _ADDED:
-        added = _ADDED[name]
-        names = added.names if isinstance(added.names, dict) else added.names(module)
-        owner = getattr(module, added.owner) if added.owner else module
-        for key in names.keys() - vars(owner).keys():
-            bridge.replace(owner, key, names[key])
-            yield key
-    elif name in _WIDENED:
-        widened = _WIDENED[name]
-        owner = getattr(module, widened.owner) if widened.owner else module
-        function = vars(owner).get(widened.name)
-        if function in _originals:  # It was imported from a module that is patched.
-            bridge.at_uninstall(functools.partial(setattr, owner, widened.name, _originals[function]))
-        elif function is not None:
-            replacement = widened.widen(function)
-            _originals[replacement] = function
-            bridge.replace(owner, widened.name, replacement)
-            yield widened.name
-    else:
+    change = _CHANGED.get(module.__name__)
+    if change is None:
         for key, value in _map_elements(module).items():
             bridge.replace(module, key, value)
             yield key
+        return
+    owner = getattr(module, change.owner) if change.owner else module
+    own = vars(owner)
+    if isinstance(change, _Added):
+        names = change.names if isinstance(change.names, dict) else change.names(module)
+        for key in names.keys() - own.keys():
+            bridge.replace(owner, key, names[key])
+            yield key
+        return
+    name = change.name
+    function = own.get(name)
+    if function in _originals:  # It was imported from a module that is patched.
+        bridge.at_uninstall(functools.partial(setattr, owner, name, _originals[function]))
+    elif function is not None:
+        replacement = change.widen(function)
+        _originals[replacement] = function
+        bridge.replace(owner, name, replacement)
+        yield name
 
 
-_MODULES = "|".join(map(re.escape, [*_ADDED, *_WIDENED]))
+_MODULES = "|".join(map(re.escape, _CHANGED))
 
 
 class _OlderVersions(Bridge):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
@@ -28,7 +29,7 @@ def _sample_views(
     features = [feat_c2, feat_c3, feat_c4, feat_c5, *([] if feat_c6 is None else [feat_c6])]
     B, Q, P, _ = sampling_loc.shape
     V = features[0].shape[1]
-    maps = [torch.nn.functional.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
+    maps = [F.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
     sizes = torch.tensor(
         [one.shape[2:4] for one in maps], device=sampling_loc.device
     )  # [L, 2] (height, width)

@@ -76,10 +76,9 @@ def check_graph(
             metrics.add("model", group, expected, sizes)
             metrics.add("graph", group, found, sizes)
     report: dict[str, Any] = {"differences": comparison.differences.table()}
-    problems = []
+    problems: list[str] = []
     if metrics is not None:
-        report["metrics"], lost = metrics.compared()
-        problems += lost
+        report["metrics"], problems = metrics.compared()
     try:
         comparison.allow_for_rounding()
         comparison.differences.check(comparison.limit)
@@ -257,8 +256,9 @@ def _groups(pictures: list[Picture], batch: int | None) -> Iterator[list[Picture
     if batch is None:
         yield pictures[:1]
         pictures = pictures[1:]
-    for start in range(0, len(pictures), batch or 2):
-        group = pictures[start : start + (batch or 2)]
+    size = batch or 2
+    for start in range(0, len(pictures), size):
+        group = pictures[start : start + size]
         yield group + group[-1:] * ((batch or 0) - len(group))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from visdet.checks.arguments import Range, also_takes
@@ -127,7 +128,7 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
 
     A block that is computed again has already updated them.
     """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
     try:
         for norm, _, count in before:
@@ -350,7 +351,7 @@ class ResNet(Backbone):
         super().train(mode)
         if mode and self.norm_eval:
             for module in self.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                if isinstance(module, _BatchNorm):
                     module.eval()
         return self
 

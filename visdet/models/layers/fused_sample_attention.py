@@ -53,7 +53,7 @@ class FusedSampleAttention(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        image_dims = embed_dims if image_dims is None else image_dims
+        image_dims = image_dims or embed_dims
         self.num_heads = num_heads
         self.image_dims = image_dims
         self.num_octaves = num_octaves

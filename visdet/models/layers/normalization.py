@@ -43,7 +43,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None, p: float = 0.0) -> Tensor:
         """Return the layer normalisation of ``residual + dropout(input, p)``; see ``dropout_add_layer_norm``."""
         if self.weight is None or self.bias is None or len(self.normalized_shape) != 1:
-            dropped = nn.functional.dropout(input, p) if p > 0 else input
+            dropped = F.dropout(input, p) if p > 0 else input
             return super().forward(dropped if residual is None else residual + dropped)
         return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps)
 

@@ -50,7 +50,7 @@ class AsymmetricFFN(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        in_channels = embed_dims if in_channels is None else in_channels
+        in_channels = in_channels or embed_dims
         self.pre_norm = None if pre_norm is None else build_norm_layer(pre_norm, in_channels)
         self.layers = feed_forward_layers(
             in_channels, feedforward_channels, embed_dims, num_fcs, act_cfg, ffn_drop

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule, xavier_init
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         centre = anchor[..., X:W]
         if time_interval is not None:
             moved = velocity * time_interval.to(anchor.dtype).reshape(-1, 1, 1)
-            centre = centre - nn.functional.pad(moved, (0, 3 - dims))
+            centre = centre - F.pad(moved, (0, 3 - dims))
         centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
         heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
         turned = _matmul(transform[..., :dims, :dims], velocity)

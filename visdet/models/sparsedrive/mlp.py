@@ -41,7 +41,7 @@ def linear_relu_ln(
     # The ReLU is not in place. A Linear of [B, N, C] returns a view, and its gradient would be copied four times in the
     # backward pass if the view were overwritten.
     layers: list[nn.Module] = []
-    width = embed_dims if input_dims is None else input_dims
+    width = input_dims or embed_dims
     for _ in range(out_loops):
         for i in range(in_loops):
             layers += [nn.Linear(width, embed_dims), nn.ReLU() if i + 1 < in_loops else nn.Identity()]

@@ -193,7 +193,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             state: what the frame before left, or None in a first frame. batch_size: B.
             step: what lies between the two frames, or None if the frame has no predecessor.
         """
-        state = Sparse4DState() if state is None else state
+        state = state or Sparse4DState()
         bank = self.instance_bank.enter(state.bank, batch_size, step)
         return Sparse4DState(bank, None if bank.step is None else state.denoising)
 
@@ -238,7 +238,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         """
         batch_size = feature_maps[0].shape[0]
         bank = self.instance_bank
-        state = self.enter(None, batch_size, None) if state is None else state
+        state = state or self.enter(None, batch_size, None)
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)
         attn_mask = None

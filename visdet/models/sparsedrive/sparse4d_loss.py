@@ -1,5 +1,6 @@
 """The losses of Sparse4D's head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class Sparse4DLoss:
     def pair_costs(self, model_outs: dict[str, Any], truth: PaddedInstances) -> PairCosts:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
         with torch.autocast(truth.labels.device.type, enabled=False):
-            cls, reg = _stacked(model_outs, slice(None) if self.learns else slice(-1, None))
+            cls, reg = _stacked(model_outs, first=0 if self.learns else -1)
             pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
             valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs)]
             return pairs._replace(num_denoising=torch.stack(valid)) if valid else pairs
@@ -92,11 +93,10 @@ class Sparse4DLoss:
             reg_scale = constants_on(reg.device, self.reg_weights, reg.dtype)
             reg_weight = reg_weight * reg_scale
             is_matched = cls_target < background
-            quality = model_outs["quality"]
             losses = self._losses_of_layers(
                 cls,
                 reg,
-                None if quality[0] is None else torch.stack([qt.float() for qt in quality]),
+                model_outs["quality"],
                 (cls_target, reg_target, reg_weight, is_matched),
                 assigned.num_positive[: len(cls)],
             )
@@ -110,14 +110,17 @@ class Sparse4DLoss:
         self,
         cls: Tensor,
         reg: Tensor,
-        quality: Tensor | None,
+        quality: Sequence[Any],
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
         num_positive: Tensor,
     ) -> dict[str, Tensor]:
-        """Return the losses of L layers by name, from tensors [L, B, N, ...]. num_positive [L] divides their sums."""
+        """Return the losses of L layers by name, from tensors [L, B, N, ...]. num_positive [L] divides their sums.
+
+        The quality is that of each layer, [B, N, 2] or None.
+        """
         cls = cls.flatten(0, 2)
         reg = reg.flatten(0, 2)
-        quality = None if quality is None else quality.flatten(0, 2)
+        known = None if quality[0] is None else torch.stack([qt.float() for qt in quality]).flatten(0, 2)
         cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
         labels = torch.where(is_matched, cls_target, background)
@@ -125,7 +128,7 @@ class Sparse4DLoss:
         if self.cls_threshold_to_reg > 0:
             learns = learns & (cls.detach().amax(-1).sigmoid() > self.cls_threshold_to_reg)
         boxes = reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0)
-        options = {"weight": reg_weight, "quality": quality, "cls_target": cls_target, "mask": learns}
+        options = {"weight": reg_weight, "quality": known, "cls_target": cls_target, "mask": learns}
         return self._by_layer((cls, labels, None), (reg, boxes), num_positive, "_", **options)
 
     def _denoising_targets(self, model_outs: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -195,9 +198,7 @@ class Sparse4DLoss:
         return losses
 
 
-def _stacked(
-    model_outs: dict[str, Any], layers: slice = slice(None), prefix: str = ""
-) -> tuple[Tensor, Tensor]:
-    """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers in float32."""
-    cls, reg = (model_outs[f"{prefix}{name}"][layers] for name in ("classification", "prediction"))
+def _stacked(model_outs: dict[str, Any], first: int = 0, prefix: str = "") -> tuple[Tensor, Tensor]:
+    """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers from ``first`` on in float32."""
+    cls, reg = (model_outs[f"{prefix}{name}"][first:] for name in ("classification", "prediction"))
     return torch.stack([x.float() for x in cls]), torch.stack([x.float() for x in reg])

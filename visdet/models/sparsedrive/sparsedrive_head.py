@@ -137,7 +137,7 @@ class SparseDriveHead(HeadOfTasks):
             state: the result of ``enter``. With None, the frame is a first one.
             denoising: the result of ``denoising_queries``.
         """
-        state = self.enter(None, len(feature_maps[0]), None) if state is None else state
+        state = state or self.enter(None, len(feature_maps[0]), None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             heads = self._perception()
             calls = {name: functools.partial(self._head_of_task, name) for name in heads}

@@ -206,7 +206,8 @@ class InstanceBank(ModuleWithAnchors):
         if state.mask is None:
             return instance_feature, anchor, state
         N = self.num_anchor
-        has_history = state.mask[:, None, None]
+        kept = state.mask[:, None]
+        has_history = kept[..., None]
         _, (feature_kept, anchor_kept) = topk(
             confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
         )
@@ -219,8 +220,8 @@ class InstanceBank(ModuleWithAnchors):
         state = replace(
             state,
             step=None,
-            confidence=None if known is None else torch.where(state.mask[:, None], known, 0.0),
-            instance_id=None if ids is None else torch.where(state.mask[:, None], ids, -1),
+            confidence=None if known is None else torch.where(kept, known, 0.0),
+            instance_id=None if ids is None else torch.where(kept, ids, -1),
         )
         return (
             torch.where(has_history, feature_of_history, instance_feature),
