@@ -115,7 +115,7 @@ class _OfType(dict):
 
     def __init__(self, value_of: Callable[[type], Any]) -> None:
         scalars = [np.dtype(code).type for code in np.typecodes["All"]]
-        super().__init__((scalar, value_of(scalar)) for scalar in scalars)
+        super().__init__(zip(scalars, map(value_of, scalars), strict=True))
 
     def __missing__(self, key: Any) -> Any:
         return dict.__getitem__(self, np.dtype(key).type)

@@ -93,9 +93,14 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
     return batch
 
 
+def last_of(output: dict[str, Any], name: str) -> Tensor:
+    """Return what the last layer of a head predicts, in float32."""
+    return output[name][-1].float()
+
+
 def probabilities_of(output: dict[str, Any]) -> Tensor:
     """Return the probabilities [B, N, classes or modes] that the last layer of a head predicts, in float32."""
-    return output["classification"][-1].float().sigmoid()
+    return last_of(output, "classification").sigmoid()
 
 
 def field_of(data: dict[str, Any], name: str) -> Any:

@@ -242,7 +242,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)
         attn_mask = None
-        joined = denoising
+        joined: Any = denoising
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
@@ -271,14 +271,14 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
-        of_frame = () if denoising is None or joined is None else (denoising, joined)
+        of_frame = () if denoising is None else (denoising, joined)
         found = feature[:, :N]
         classes = cls[:, :N]
         output = _outputs_of_layers(predicted, N, of_frame)
         output["instance_feature"] = found
         output["anchor_embed"] = embed[:, :N]
         queries = None
-        if joined is not None:
+        if of_frame:
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:

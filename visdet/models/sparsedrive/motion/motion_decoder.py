@@ -14,7 +14,7 @@ from visdet.structures.rotated_boxes import turned
 
 from ..boxes.box3d import L, W, decode_box, yaw_of
 from ..boxes.box3d_decoder import SparseBox3DDecoder
-from ..sample_batch import field_of, probabilities_of
+from ..sample_batch import field_of, last_of, probabilities_of
 from .motion_target import steps_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
@@ -118,10 +118,10 @@ class HierarchicalPlanningDecoder:
             ``planning_score`` [B, 3, M]; ``planning`` [B, 3, M, T, 2] and ``final_planning`` [B, T, 2], positions in
             metres; ``ego_period`` [B, 1]; and ``ego_anchor_queue`` [B, 1, frames, 7 + v].
         """
-        classification = planning_output["classification"][-1].float()
+        classification = last_of(planning_output, "classification")
         B = classification.shape[0]
         scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
-        plans = planning_output["prediction"][-1].float()
+        plans = last_of(planning_output, "prediction")
         plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
         batch = torch.arange(B, device=scores.device)
         command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
@@ -153,16 +153,16 @@ class HierarchicalPlanningDecoder:
 
         Agents follow their most probable motion. Those below ``score_threshold`` do not count.
         """
-        anchors = det_output["prediction"][-1].float()
+        anchors = last_of(det_output, "prediction")
         is_seen = probabilities_of(det_output).amax(-1) >= score_threshold  # [B, N]
-        motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
+        motion = last_of(motion_output, "prediction")[..., : self.ego_fut_ts, :].cumsum(-2)
         motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
         path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
         yaw = _yaws(path, yaw_of(anchors))[..., 1:]
         others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)
 
         path = _from_start(plan)
-        yaw = _yaws(path, torch.full(path.shape[:-2], math.pi / 2, device=path.device))[..., 1:]
+        yaw = _yaws(path, plan.new_full(plan.shape[:-2], math.pi / 2))[..., 1:]
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
         size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
         ego_boxes = [x[:, :, None] for x in (centre, yaw, size)]  # [B, M, 1, T, ...]
@@ -185,9 +185,10 @@ def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
     ahead = path[..., 2:, :] - path[..., :-2, :]
     last = path[..., -1:, :] - path[..., -2:-1, :]
     direction = torch.cat([ahead, last], -2)
-    yaw = torch.cat([start[..., None], torch.atan2(direction[..., 1], direction[..., 0])], -1)
+    first = start[..., None]
+    yaw = torch.cat([first, torch.atan2(direction[..., 1], direction[..., 0])], -1)
     stands = torch.linalg.vector_norm(path[..., -1, :] - path[..., 0, :], dim=-1) < standing
-    return torch.where(stands[..., None], start[..., None], yaw)
+    return torch.where(stands[..., None], first, yaw)
 
 
 def _corner_inside(boxes: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
