@@ -39,7 +39,8 @@ class Moment:
 
     def between(self, values: np.ndarray) -> np.ndarray:
         """Return the value at this time, given those of all frames [num frames, ...]."""
-        return values[self.before] + self.share * (values[self.after] - values[self.before])
+        first = values[self.before]
+        return first + self.share * (values[self.after] - first)
 
 
 def has_step_rate(times_us: np.ndarray, step_s: float = STEP_S) -> bool:
@@ -74,11 +75,12 @@ def coming_steps(
         after = int(np.searchsorted(times, time))
         if abs(times[nearest] - time) < tolerance_us:
             steps.append(Moment(nearest, nearest, 0.0))
-        elif after < len(times) and times[after] - times[after - 1] <= LONGEST_GAP * step_us:
-            share = (time - times[after - 1]) / (times[after] - times[after - 1])
-            steps.append(Moment(after - 1, after, float(share)))
-        else:
+            continue
+        before = after - 1
+        gap = times[after] - times[before] if after < len(times) else np.inf
+        if gap > LONGEST_GAP * step_us:
             break
+        steps.append(Moment(before, after, float((time - times[before]) / gap)))
     return steps
 
 
@@ -114,13 +116,13 @@ def boxes_between(
         nearer, other, passed, elapsed_s = after, before, 1 - share, (share - 1) * seconds
     row_of_track = {track: row for row, track in enumerate(other.tracks.tolist()) if track >= 0}
     found = nearer.boxes.copy()
-    for row, track in enumerate(nearer.tracks.tolist()):
+    for row, (track, velocity) in enumerate(zip(nearer.tracks.tolist(), nearer.velocity, strict=True)):
         if track in row_of_track:
             change = other.boxes[row_of_track[track]] - nearer.boxes[row]
             change[6] = wrap_angle(change[6])
             found[row] += passed * change
-        elif np.isfinite(nearer.velocity[row]).all():
-            found[row, :2] += elapsed_s * nearer.velocity[row]
+        elif np.isfinite(velocity).all():
+            found[row, :2] += elapsed_s * velocity
         elif track < 0 and abs(elapsed_s) >= _STANDING_S:
             return None
     return found

@@ -85,9 +85,10 @@ def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]
     for index, info in enumerate(infos):
         if not isinstance(info, dict):
             raise InvalidInputError(f"frame {index} of {file} must be a dict, got {type(info).__name__}")
-        where = f"frame {info.get('token') or index} of {file}"
+        token = info.get("token")
+        where = f"frame {token or index} of {file}"
         time, scene, sweeps = (value_of(info, name, where) for name in ("timestamp", "scene_token", "sweeps"))
-        keys.append((time, scene, sweeps is not None and len(sweeps) == 0, str(info.get("token") or "")))
+        keys.append((time, scene, sweeps is not None and len(sweeps) == 0, str(token or "")))
     return keys
 
 
@@ -216,9 +217,10 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
 
 def sequence_flags(scenes: np.ndarray, split_num: Any) -> np.ndarray:
     """Return the number of the sequence of each frame, int64, counted from 0 without gaps."""
+    frames = np.arange(len(scenes))
     if split_num in (-1, "all"):
-        return np.arange(len(scenes))
+        return frames
     first = np.flatnonzero(np.diff(scenes, prepend=-1))
     sizes = np.diff(first, append=len(scenes))
-    position = np.arange(len(scenes)) - np.repeat(first, sizes)
+    position = frames - np.repeat(first, sizes)
     return np.cumsum(position % np.repeat(-(-sizes // split_num), sizes) == 0) - 1

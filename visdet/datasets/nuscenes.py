@@ -191,11 +191,12 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "ego_status" in info:
             record["ego_status"] = info["ego_status"].astype(np.float32)
         if "map_annos" in info:
-            unknown = sorted(set(info["map_annos"]) - set(range(len(self.MAP_CLASSES))))
+            number = len(self.MAP_CLASSES)
+            unknown = sorted(set(info["map_annos"]) - set(range(number)))
             if unknown:
                 raise InvalidInputError(
                     f"frame {info['token']} of {self.ann_file}: map_annos has the classes {unknown}, but map_classes "
-                    f"are 0 to {len(self.MAP_CLASSES) - 1} ({', '.join(self.MAP_CLASSES)})"
+                    f"are 0 to {number - 1} ({', '.join(self.MAP_CLASSES)})"
                 )
             record["map_annos"] = info["map_annos"]
         record.update(self._cameras(info))
@@ -209,15 +210,15 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     def _cameras(self, info: dict) -> dict:
         """Return file names and matrices of the cameras, in the order of the file."""
-        if len(info["cams"]) != self.num_cameras:
+        found, where = tuple(info["cams"]), f"frame {info['token']} of {self.ann_file}"
+        if len(found) != self.num_cameras:
             raise InvalidInputError(
-                f"frame {info['token']} of {self.ann_file} must have {self.num_cameras} cameras "
-                f"(num_cameras), got {len(info['cams'])}: {', '.join(info['cams'])}"
+                f"{where} must have {self.num_cameras} cameras (num_cameras), got {len(found)}: {', '.join(found)}"
             )
-        if self._camera_names and tuple(info["cams"]) != self._camera_names:
+        if self._camera_names and found != self._camera_names:
             raise InvalidInputError(
-                f"frame {info['token']} of {self.ann_file} must have its cameras in the order of other frames, "
-                f"{', '.join(self._camera_names)}, got {', '.join(info['cams'])}"
+                f"{where} must have its cameras in the order of other frames, {', '.join(self._camera_names)}, got "
+                f"{', '.join(found)}"
             )
         names, projections, intrinsics = [], [], []
         for values in info["cams"].values():
@@ -229,20 +230,20 @@ class NuScenes3DDetTrackDataset(Dataset):
             projections.append(intrinsic @ np.linalg.inv(to_lidar))
             intrinsics.append(given[:3, :3].copy())
         return {
-            "cam_names": tuple(info["cams"]),
+            "cam_names": found,
             "img_filename": names,
             "lidar2img": projections,
             "cam_intrinsic": intrinsics,
         }
 
     def _annotations(self, info: dict) -> dict:
+        where = f"frame {info['token']} of {self.ann_file}"
         mask = self._measured(info) if self.test_mode else self._valid(info)
         if len(mask) and not mask.any():
             self._warn_once(
                 "valid_flag",
-                f"frame {info['token']} of {self.ann_file}: none of its {len(mask)} boxes is used, because "
-                "num_lidar_pts or valid_flag says that no sensor has measured them. Leave out these keys if they are "
-                "not known",
+                f"{where}: none of its {len(mask)} boxes is used, because num_lidar_pts or valid_flag says that no "
+                "sensor has measured them. Leave out these keys if they are not known",
             )
         boxes = info["gt_boxes"][mask]
         for problem, is_right in (
@@ -251,15 +252,13 @@ class NuScenes3DDetTrackDataset(Dataset):
         ):
             wrong = np.flatnonzero(mask)[~is_right.all(axis=1)]
             if len(wrong):
-                raise InvalidInputError(
-                    f"frame {info['token']} of {self.ann_file} has boxes that {problem}: {wrong.tolist()} (gt_boxes)"
-                )
+                raise InvalidInputError(f"{where} has boxes that {problem}: {wrong.tolist()} (gt_boxes)")
         names = info["gt_names"][mask]
         velocity = info["gt_velocity"][mask]
         if not self.test_mode:
             velocity = np.nan_to_num(velocity)
         boxes = np.concatenate([boxes, velocity], axis=1)
-        labels = [self._label(name, info) for name in names.tolist()]
+        labels = [self._label(name, where) for name in names.tolist()]
         annotations = {
             "gt_bboxes_3d": boxes,
             "gt_labels_3d": np.array(labels, dtype=np.int64),
@@ -272,8 +271,8 @@ class NuScenes3DDetTrackDataset(Dataset):
             if repeated:
                 self._warn_once(
                     "instance_inds",
-                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks {repeated} "
-                    "(instance_inds). Such boxes count as boxes without a track, here and in other frames",
+                    f"{where} has several boxes of the tracks {repeated} (instance_inds). Such boxes count as boxes "
+                    "without a track, here and in other frames",
                 )
             # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
             untracked = np.flatnonzero(tracks < 0)
@@ -283,17 +282,15 @@ class NuScenes3DDetTrackDataset(Dataset):
             annotations["instance_inds"] = tracks
         if "gt_agent_fut_trajs" in info:
             futures = {key: info[key][mask].astype(np.float32) for key in _AGENT_KEYS}
-            check_finite(f"frame {info['token']} of {self.ann_file}", **futures)
+            check_finite(where, **futures)
             annotations |= futures
         return annotations
 
-    def _label(self, name: str, info: dict) -> int:
+    def _label(self, name: str, where: str) -> int:
         """Return the label of a class, or -1 if it is not used."""
         label = self._label_of_class.get(name, -1)
         if label < 0 and (hint := look_alike(name, self.CLASSES)):
-            raise InvalidInputError(
-                f"frame {info['token']} of {self.ann_file}: gt_names has {name!r}, which is no class: {hint}"
-            )
+            raise InvalidInputError(f"{where}: gt_names has {name!r}, which is no class: {hint}")
         return label
 
     def _warn_once(self, about: str, text: str) -> None:
@@ -325,18 +322,20 @@ class NuScenes3DDetTrackDataset(Dataset):
 
         Frames of the file count even if ``load_interval`` leaves them out.
         """
-        from_global = inverse_pose(lidar_to_global(self.get_info(index)))
+        info = self.get_info(index)
+        from_global = inverse_pose(lidar_to_global(info))
         here = range(len(self))[index] * self._interval
-        first, end = np.searchsorted(self._all_scenes, [self._all_scenes[here], self._all_scenes[here] + 1])
+        scene = self._all_scenes[here]
+        first, end = np.searchsorted(self._all_scenes, [scene, scene + 1]).tolist()
         times = self._all_times[first:end]
         boxes_of_step: list[np.ndarray] = []
-        for step in coming_steps(times, here - int(first), num_steps, self.step_s):
-            before = self._boxes_from(int(first) + step.before, from_global)
+        for step in coming_steps(times, here - first, num_steps, self.step_s):
+            before = self._boxes_from(first + step.before, from_global)
             if before is None:
                 break
             boxes: np.ndarray | None = before.boxes
             if step.after != step.before:
-                after = self._boxes_from(int(first) + step.after, from_global)
+                after = self._boxes_from(first + step.after, from_global)
                 if after is None:
                     break
                 seconds = float(times[step.after] - times[step.before]) / 1e6
@@ -344,7 +343,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             if boxes is None:
                 self._warn_once(
                     "fut_boxes",
-                    f"frame {self.get_info(index)['token']} of {self.ann_file}: the boxes {self.step_s:g} s later are "
+                    f"frame {info['token']} of {self.ann_file}: the boxes {self.step_s:g} s later are "
                     "between two frames, and some have neither a track (instance_inds) nor a velocity. Such steps are "
                     "left out of the planner's metric",
                 )

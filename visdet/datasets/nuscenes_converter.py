@@ -147,8 +147,9 @@ class NuScenesConverter:
         }
 
     def _existing(self, name: str) -> str:
-        if not (self.root / name).exists():
-            raise MissingFileError(f"nuScenes file {self.root / name} does not exist")
+        path = self.root / name
+        if not path.exists():
+            raise MissingFileError(f"nuScenes file {path} does not exist")
         return name
 
     def _poses(self, data: dict) -> tuple[dict, dict]:
@@ -196,12 +197,11 @@ class NuScenesConverter:
             tables.get("sample_annotation", record[key]) if record[key] else record
             for key in ("prev", "next")
         )
-        if first is last:
-            return np.full(3, np.nan)
         seconds = (self._time(last) - self._time(first)) / 1e6
         limit = _MAX_VELOCITY_GAP_S * (2 if first is not record and last is not record else 1)
-        moved = np.subtract(last["translation"], first["translation"])
-        return moved / seconds if seconds <= limit else np.full(3, np.nan)
+        if first is last or seconds > limit:
+            return np.full(3, np.nan)
+        return np.subtract(last["translation"], first["translation"]) / seconds
 
     def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
         """Return the displacements [n, 2] of the agent in the coming steps, up to 6 s, as far as it is annotated."""

@@ -59,16 +59,17 @@ def draw_boxes(
     order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(boxes[i]).any()]
     # A dark line around the coloured one keeps it visible on any background.
     for i in order:
+        colour = tuple(colours[i])
         if outlines.ndim == 3:
             corners = [tuple(corner) for corner in outlines[i].tolist()]
             around = [*corners, *corners[:2]]  # to the second one, so that all joints are round
             draw.line(around, (0, 0, 0), line_width + 2, joint="curve")
-            draw.line(around, tuple(colours[i]), line_width, joint="curve")
+            draw.line(around, colour, line_width, joint="curve")
             continue
         x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
         x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column, too.
         draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=(0, 0, 0), width=line_width + 2)
-        draw.rectangle((x1, y1, x2, y2), outline=tuple(colours[i]), width=line_width)
+        draw.rectangle((x1, y1, x2, y2), outline=colour, width=line_width)
     taken: list[tuple[int, int, int, int]] = []
     for i in order:
         if texts[i]:

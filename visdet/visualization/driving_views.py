@@ -149,9 +149,10 @@ def draw_frame(
     colors = class_palette(len(classes))
     views = {}
     for name, image, projection in zip(cam_names, images, lidar2img, strict=True):
-        view_height = round(image.shape[0] * view_width / image.shape[1])
+        height, width = image.shape[:2]
+        view_height = round(height * view_width / width)
         view = cv2.resize(image, (view_width, view_height), interpolation=cv2.INTER_LINEAR)
-        zoom = np.diag([view_width / image.shape[1], view_height / image.shape[0], 1.0, 1.0])
+        zoom = np.diag([view_width / width, view_height / height, 1.0, 1.0])
         _draw_boxes(view, shown, zoom @ np.asarray(projection, dtype=np.float64), colors)
         write_text(view, name.removeprefix("CAM_").replace("_", " ").lower(), (6, 16))
         views[name] = view
@@ -161,13 +162,14 @@ def draw_frame(
         if scene
     ]
     cameras = _tile(views)
-    width = cameras.shape[1] // len(panels)
+    full_width = cameras.shape[1]
+    width = full_width // len(panels)
     true_plan = truth.plan if truth is not None else None
     above = [
         _draw_from_above(scene, true_plan, colors, reach_m, width, min(width, view_width * 3 // 2), label)
         for label, scene in panels
     ]
-    picture = np.vstack([cameras, np.hstack(above)[:, : cameras.shape[1]]])
+    picture = np.vstack([cameras, np.hstack(above)[:, :full_width]])
     _write_legend(picture, classes, colors)
     if title:
         write_text(picture, title, (6, picture.shape[0] - 8))

@@ -36,7 +36,8 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     label_of = {category["id"]: category["name"] for category in content["categories"]}
     for number, name in label_of.items():
         source.numbers.setdefault(name, number)
-    used = {label_of.get(annotation["category_id"]) for annotation in content["annotations"]}
+    annotations = [(row, label_of.get(row["category_id"])) for row in content["annotations"]]
+    used = {label for _, label in annotations}
     groups = {category.get("supercategory") for category in content["categories"]} - used
     for name in label_of.values():
         if name in groups:
@@ -49,9 +50,9 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
         path = source.picture(image["file_name"], file.parent, split)
         size = (image.get("width", 0), image.get("height", 0))
         pictures[image["id"]] = Picture(path, split or source.file_split(path), size)
-    for annotation in content["annotations"]:
+    for annotation, label in annotations:
         x, y, w, h = annotation["bbox"]
-        picture, label = pictures.get(annotation["image_id"]), label_of.get(annotation["category_id"])
+        picture = pictures.get(annotation["image_id"])
         if picture is None or label is None:
             what = f"a box of {file} is of an image or a category that the file does not have"
             source.left_out.boxes[what] += 1

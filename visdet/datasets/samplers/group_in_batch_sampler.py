@@ -74,10 +74,11 @@ class GroupInBatchSampler(BatchSampler):
             )
         self._frames_of_sequence = [np.flatnonzero(flag == number) for number in range(int(flag.max()) + 1)]
         num_slots = batch_size * self.world_size
-        if len(self._frames_of_sequence) < num_slots:
+        found = len(self._frames_of_sequence)
+        if found < num_slots:
             raise InvalidInputError(
                 f"GroupInBatchSampler: {num_slots} slots (batch_size {batch_size} x {self.world_size} ranks) need as "
-                f"many sequences, got {len(self._frames_of_sequence)}; raise sequences_split_num or lower batch_size"
+                f"many sequences, got {found}; raise sequences_split_num or lower batch_size"
             )
 
     def __len__(self) -> int:

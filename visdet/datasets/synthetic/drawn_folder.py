@@ -60,7 +60,8 @@ def draw_once(
         InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
-    if _read_stamp(folder / stamp_name) == stamp:
+    stamp_file = folder / stamp_name
+    if _read_stamp(stamp_file) == stamp:
         return folder
     if folder.exists() and not folder.is_dir():
         raise ForeignFolderError(f"{maker}: {folder} is a file. Give a folder to draw into")
@@ -73,7 +74,7 @@ def draw_once(
             f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
         ) from error
     with FileLock(folder.parent / f".{folder.name}.lock"):
-        held = _read_stamp(folder / stamp_name)
+        held = _read_stamp(stamp_file)
         if held == stamp:
             return folder
         if held is None and folder.exists() and any(folder.iterdir()):

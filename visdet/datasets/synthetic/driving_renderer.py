@@ -192,7 +192,8 @@ def _paint_boxes(
             pixels = _fixed_point(projected[:, :2] / projected[:, 2:] - 0.5)
             color = (colors[owner] * _SHADE[face]).clip(0, 255).astype(int).tolist()
             owners.append(owner)
-            planes.append((*outward[face] / to_face[face], polygon[:, 2].min(), polygon[:, 2].max()))
+            depths = polygon[:, 2]
+            planes.append((*outward[face] / to_face[face], depths.min(), depths.max()))
             cv2.fillConvexPoly(image, pixels, color, cv2.LINE_AA, _SUBPIXEL)
             cv2.fillConvexPoly(face_ids, pixels, len(owners), cv2.LINE_8, _SUBPIXEL)
     return face_ids, np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5)

@@ -109,14 +109,15 @@ def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
 
 def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]:
     """Write the images and points of one scene and return its infos."""
-    rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
+    split_number = _SPLITS.index(split)
+    rng = np.random.default_rng([stamp["seed"], split_number, index])
     num_frames = stamp["num_frames"]
     world = make_world(rng, num_frames + 1)  # of a single frame there are no speeds
     height, width = stamp["image_size"]
     renderer = Renderer(width, height)
     scene = f"{split}-{index:04d}"
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
-    scene_start = _START_US + (_SPLITS.index(split) * 100_000 + index) * 3_600_000_000
+    scene_start = _START_US + (split_number * 100_000 + index) * 3_600_000_000
     times = [scene_start + round(frame * STEP_S * 1e6) for frame in range(num_frames)]
     poses = [_ego_pose(world, frame) for frame in range(num_frames)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
@@ -188,7 +189,8 @@ def _agent_annotations(
     near = np.flatnonzero(np.hypot(boxes[:, 0], boxes[:, 1]) < 70)
     agents = world.agents
     known = min(AGENT_STEPS, num_frames - 1 - frame)
-    offsets = np.diff(agents.xy[near, frame : frame + known + 1], axis=1) @ lidar[:2, :2]
+    turn = lidar[:2, :2]
+    offsets = np.diff(agents.xy[near, frame : frame + known + 1], axis=1) @ turn
     futures = np.zeros((len(near), AGENT_STEPS, 2), np.float32)
     masks = np.zeros((len(near), AGENT_STEPS), np.float32)
     futures[:, :known] = offsets
@@ -197,7 +199,7 @@ def _agent_annotations(
     return {
         "gt_boxes": boxes[near],
         "gt_names": np.array([DRIVING_CLASSES[label] for label in agents.labels[near]], dtype=str),
-        "gt_velocity": agents.velocity[near, frame] @ lidar[:2, :2],
+        "gt_velocity": agents.velocity[near, frame] @ turn,
         "num_lidar_pts": pixels,
         "num_radar_pts": np.zeros_like(pixels),
         "valid_flag": pixels > 0,

@@ -118,8 +118,9 @@ def _paint(
     patch += alpha * (surface - patch)
     owned = owner[top:bottom, left:right]
     # A fringe along the edge has no owner, because it would widen the boxes of hidden shapes.
-    owned[alpha[..., 0] > 0.1] = -1
-    owned[alpha[..., 0] > 0.5] = index
+    share = alpha[..., 0]
+    owned[share > 0.1] = -1
+    owned[share > 0.5] = index
     return label, area, corners
 
 

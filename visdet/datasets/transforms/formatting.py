@@ -1,5 +1,7 @@
 """The last step of a pipeline, which packs the inputs of the model."""
 
+from typing import Any
+
 import cv2
 import numpy as np
 import torch
@@ -74,11 +76,9 @@ class PackDetInputs(BaseTransform):
         if "bboxes" in fields and "angle_version" in results:
             fields["bboxes"] = polygons_to_boxes(fields["bboxes"], results["angle_version"])
         if fields:
-            ignored = {key: value[:0] for key, value in fields.items()}
-            is_ignored = results.get("gt_ignore_flags")
-            if is_ignored is not None and is_ignored.any():
-                ignored = {key: value[is_ignored] for key, value in fields.items()}
-                fields = {key: value[~is_ignored] for key, value in fields.items()}
-            sample.gt_instances = InstanceData(**fields)
-            sample.ignored_instances = InstanceData(**ignored)
+            instances = InstanceData(**fields)
+            is_ignored: Any = results.get("gt_ignore_flags")
+            has_ignored = is_ignored is not None and is_ignored.any()
+            sample.gt_instances = instances[~is_ignored] if has_ignored else instances
+            sample.ignored_instances = instances[is_ignored] if has_ignored else instances[:0]
         return {"inputs": split_channels(results["img"].as_subclass(torch.Tensor)), "data_samples": sample}
