@@ -23,27 +23,28 @@ def coco_report(content: dict, folder: str, classes: Collection[str] | None = No
         classes: the classes to train on. By default, they are all categories of the file.
     """
     names = {category["id"]: category["name"] for category in content["categories"]}
+    annotations, named = content["annotations"], names.values()
     images = {image["id"]: image for image in content["images"]}
-    boxes = Counter(names.get(row["category_id"], "no category") for row in content["annotations"])
+    boxes = Counter(names.get(row["category_id"], "no category") for row in annotations)
     counts = listed([f"{name} {count}" for name, count in boxes.most_common()], 20)
-    lines = [f"{len(images)} images, {len(content['annotations'])} boxes" + (f": {counts}" if counts else "")]
+    lines = [f"{len(images)} images, {len(annotations)} boxes" + (f": {counts}" if counts else "")]
 
     def say(what: str, found: Collection, limit: int = 3) -> None:
         if found:
             lines.append(f"{what}: {len(found)} ({listed(found, limit)})")
 
-    with_boxes = {row["image_id"] for row in content["annotations"]}
+    with_boxes = {row["image_id"] for row in annotations}
     empty = [image["file_name"] for key, image in images.items() if key not in with_boxes]
     files = Counter(image["file_name"] for image in images.values())
     say("images without a box", empty)
     say("missing images", sorted(file for file in files if not os.path.isfile(os.path.join(folder, file))))
     say("file names that several images have", sorted(file for file, times in files.items() if times > 1))
-    for problem, found in _box_problems(content["annotations"], images).items():
+    for problem, found in _box_problems(annotations, images).items():
         say(f"boxes {problem}", found)
-    wanted = list(classes or names.values())
+    wanted = list(classes or named)
     say("classes without a box", [name for name in wanted if not boxes[name]], 20)
-    say("categories that are not trained on", [name for name in names.values() if name not in wanted], 20)
-    pairs = combinations(dict.fromkeys([*wanted, *names.values()]), 2)
+    say("categories that are not trained on", [name for name in named if name not in wanted], 20)
+    pairs = combinations(dict.fromkeys([*wanted, *named]), 2)
     say("names that look alike", [hint for one, other in pairs if (hint := look_alike(one, [other]))])
     zero = [key for key in names if key == 0]
     say("category ids that are 0, which other programs may take for the background", zero)

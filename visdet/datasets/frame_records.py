@@ -73,8 +73,9 @@ class Key:
 
     def _fitting(self, value: Any, sizes: dict) -> Any:
         """Return the value as an array or a scalar, or None if its type or shape is another one."""
-        if self.dtype in (dict, list):
-            kinds: Any = Mapping if self.dtype is dict else (list, tuple, np.ndarray)
+        dtype = self.dtype
+        if dtype in (dict, list):
+            kinds: Any = Mapping if dtype is dict else (list, tuple, np.ndarray)
             return value if isinstance(value, kinds) else None
         try:
             array = np.asarray(value)
@@ -83,8 +84,8 @@ class Key:
             return None
         with np.errstate(invalid="ignore"):
             is_number = array.dtype.kind in "biuf"
-            converted = array.astype(self.dtype) if is_number or not array.size else array
-        is_same = is_number != (self.dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
+            converted = array.astype(dtype) if is_number or not array.size else array
+        is_same = is_number != (dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
         for shape in map(_sizes_in, self.shapes.split(" or ")):
             if "n" in shape and not array.size and not sizes.get("n"):  # That of no boxes may have any shape.
                 sizes["n"] = 0

@@ -51,24 +51,25 @@ class NuScenesTables:
         folder = self.root / version
         if not folder.is_dir():
             raise MissingFileError(f"nuScenes {version} is not in {self.root}: there is no {folder}")
-        self._records: dict[str, dict[str, dict]] = {}
+        tables: dict[str, dict[str, dict]] = {}
+        self._records = tables
         for name in _TABLES:
             path = folder / f"{name}.json"
             with reading(f"nuScenes table {path}"):
                 records = json.loads(path.read_text())
             if name == "sample_data":
                 records = [record for record in records if record["is_key_frame"]]
-            self._records[name] = {record["token"]: record for record in records}
-        self._data_of_sample: dict[str, dict[str, dict]] = {token: {} for token in self._records["sample"]}
-        for record in self._records["sample_data"].values():
+            tables[name] = {record["token"]: record for record in records}
+        self._data_of_sample: dict[str, dict[str, dict]] = {token: {} for token in tables["sample"]}
+        for record in tables["sample_data"].values():
             calibration = self.get("calibrated_sensor", record["calibrated_sensor_token"])
             channel = self.get("sensor", calibration["sensor_token"])["channel"]
             self._data_of_sample[record["sample_token"]][channel] = record
-        self.annotations_of_sample: dict[str, list[dict]] = {token: [] for token in self._records["sample"]}
-        for record in self._records["sample_annotation"].values():
+        self.annotations_of_sample: dict[str, list[dict]] = {token: [] for token in tables["sample"]}
+        for record in tables["sample_annotation"].values():
             self.annotations_of_sample[record["sample_token"]].append(record)
         # nuScenes numbers instances by their place in the table.
-        self.number_of_instance = {token: number for number, token in enumerate(self._records["instance"])}
+        self.number_of_instance = {token: number for number, token in enumerate(tables["instance"])}
 
     def get(self, table: str, token: str) -> dict[str, Any]:
         """Return a record.

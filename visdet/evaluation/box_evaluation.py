@@ -143,13 +143,12 @@ def evaluate_boxes(
             index.createIndex()
             indexes.append(index)
         evaluator = backend.evaluator(*indexes, "bbox")
-        evaluator.params.imgIds = image_ids
-        evaluator.params.catIds = list(range(num_classes))
-        evaluator.params.iouThrs = iou_thrs
-        evaluator.params.maxDets = max_dets
+        parameters = evaluator.params
+        parameters.imgIds, parameters.catIds = image_ids, list(range(num_classes))
+        parameters.iouThrs, parameters.maxDets = iou_thrs, max_dets
         evaluator.evaluate()
         evaluator.accumulate()
-    shape = (len(iou_thrs), len(evaluator.params.recThrs), num_classes, len(AREAS), len(max_dets))
+    shape = (len(iou_thrs), len(parameters.recThrs), num_classes, len(AREAS), len(max_dets))
     precision = np.asarray(evaluator.eval["precision"]).reshape(shape)
     recall = np.asarray(evaluator.eval["recall"]).reshape(shape[:1] + shape[2:])
     return BoxEvaluation(precision, recall, iou_thrs, max_dets)

@@ -125,19 +125,19 @@ def _by_token(gathered: Iterable[dict], name: str) -> list[dict]:
     frames: dict[Any, dict] = {}
     moments: dict[tuple, Any] = {}
     for frame in gathered:
-        place = frame.get("place", {})
-        other = frames.setdefault(frame["token"], frame).get("place", {})
+        token, place = frame["token"], frame.get("place", {})
+        other = frames.setdefault(token, frame).get("place", {})
         different = [key for key in place if place[key] != other.get(key)]
         if different:
             key = different[0]
             raise InvalidInputError(
-                f"{name}: two frames have the token {frame['token']!r}, but their {key} is {other.get(key)} and "
+                f"{name}: two frames have the token {token!r}, but their {key} is {other.get(key)} and "
                 f"{place[key]}. Frames of several data sets need tokens of their own"
             )
         moment = (place.get("scene_token"), place.get("timestamp"))
-        if None not in moment and moments.setdefault(moment, frame["token"]) != frame["token"]:
+        if None not in moment and moments.setdefault(moment, token) != token:
             raise InvalidInputError(
-                f"{name}: the frames {moments[moment]!r} and {frame['token']!r} of scene {moment[0]!r} have the same "
+                f"{name}: the frames {moments[moment]!r} and {token!r} of scene {moment[0]!r} have the same "
                 f"time {moment[1]}. Scenes of several data sets need tokens of their own"
             )
     return list(frames.values())
@@ -169,13 +169,14 @@ class DrivingBoxMetric(DrivingMetric):
         Raises:
             InvalidInputError: ``class_range`` does not name the class.
         """
-        if not isinstance(self.class_range, Mapping):
-            return float(self.class_range)
-        if name not in self.class_range:
+        reach = self.class_range
+        if not isinstance(reach, Mapping):
+            return float(reach)
+        if name not in reach:
             raise InvalidInputError(
-                f"{type(self).__name__}: class_range must name {name}, got {', '.join(self.class_range)}"
+                f"{type(self).__name__}: class_range must name {name}, got {', '.join(reach)}"
             )
-        return self.class_range[name]
+        return reach[name]
 
     def boxes_of(
         self,

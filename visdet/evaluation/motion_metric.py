@@ -100,10 +100,11 @@ class MotionMetric(DrivingBoxMetric):
         paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
         boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
         num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
-        if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
+        shape = paths.shape
+        if shape != (len(boxes), *shape[1:2], num_steps, 2):
             raise InvalidInputError(
                 f"MotionMetric: frame {sample['token']}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got "
-                f"{list(paths.shape)}"
+                f"{list(shape)}"
             )
         steps = steps.reshape(len(gt_boxes), num_steps, 2)
         known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0

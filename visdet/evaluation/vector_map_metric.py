@@ -82,9 +82,10 @@ class VectorMapMetric(DrivingMetric):
         nearest = Nearest.of(frames)
         labels = np.concatenate([np.zeros(0, int), *(frame.labels for frame in frames)])
         num_truths = [int((labels == label).sum()) for label in range(len(classes))]
-        are_near = [-nearest.closeness <= threshold for threshold in self.thresholds]
+        thresholds = self.thresholds
+        are_near = [-nearest.closeness <= threshold for threshold in thresholds]
         precisions = [nearest.precisions(is_near, num_truths) for is_near in are_near]
-        middle = len(self.thresholds) // 2
+        middle = len(thresholds) // 2
         right = nearest.are_right(are_near[middle])
         curves, rows = {}, {}
         for label, name in enumerate(classes):
@@ -92,10 +93,10 @@ class VectorMapMetric(DrivingMetric):
             curves[name] = score_curve(nearest.scores[mine], right[mine], num_truths[label])
             values = [of_classes[label] for of_classes in precisions]
             rows[name] = {"lines": num_truths[label]} | {
-                f"AP@{threshold}": value for threshold, value in zip(self.thresholds, values, strict=True)
+                f"AP@{threshold}": value for threshold, value in zip(thresholds, values, strict=True)
             }
             rows[name]["AP"] = mean_of(values)
-        self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
+        self.curve_report = CurveReport(f"Chamfer distance {thresholds[middle]:g} m", curves)
         summary = {"mAP": mean_of([row["AP"] for row in rows.values()])}
         print_log(table_of(rows) + summary_line(summary), logger="current")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}

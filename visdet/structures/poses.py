@@ -106,9 +106,7 @@ def box_corners(boxes: np.ndarray) -> np.ndarray:
     top in the same order.
     """
     boxes = np.asarray(boxes)
-    signs = np.array(
-        [[1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1], [1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1]]
-    )
-    local = signs * (boxes[:, None, 3:6] / 2)
+    places = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 1], [0, 1, 1]]
+    local = (np.array(places) - 0.5) * boxes[:, None, 3:6]  # in parts of the sides, from the centre
     local[..., :2] = np.einsum("ijn,nkj->nki", turn_about_z(boxes[:, 6]), local[..., :2])
     return local + boxes[:, None, :3]

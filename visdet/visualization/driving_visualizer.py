@@ -53,8 +53,8 @@ class DrivingVisualizer(SampleVisualizer):
         views = [np.ascontiguousarray(view.clip(0, 255).astype(np.uint8)) for view in image]
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
+        meta = self.dataset_meta or {}
         if draw_pred and has_predictions:
-            meta = self.dataset_meta or {}
             of_lines: float | np.ndarray = self.map_score_thr
             if isinstance(pred_score_thr, Mapping) and "map_classes" in meta:
                 of_lines = threshold_of_each(pred_score_thr, meta["map_classes"], self.map_score_thr)
@@ -65,7 +65,7 @@ class DrivingVisualizer(SampleVisualizer):
             views,
             sample.projection_mat.numpy(),
             sample.get("cam_names", [str(number) for number in range(len(views))]),
-            (self.dataset_meta or {})["classes"],
+            meta["classes"],
             prediction,
             scene_of_truth(sample) if draw_gt or prediction is None else None,
             self.reach_m,

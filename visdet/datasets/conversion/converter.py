@@ -74,7 +74,8 @@ def convert(
     pictures = [picture for picture, _ in sized]
     left_out = source.left_out
     if not pictures:
-        found = f"; left out: {listed(left_out.lines(), 3)}" if left_out.lines() else ""
+        lines = left_out.lines()
+        found = f"; left out: {listed(lines, 3)}" if lines else ""
         raise InvalidInputError(f"{root} has no images with annotations in the format {kind}{found}")
     named = {picture.path.resolve() for picture in read}
     unnamed = [path for path in source.pictures if path.resolve() not in named]
@@ -139,24 +140,25 @@ def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:
     left_out = source.left_out
     found = []
     for picture in pictures:
+        path, said_size = picture.path, picture.size
         try:
-            with open_image(picture.path) as image:
+            with open_image(path) as image:
                 shown_size, stored_size = sizes_of(image)
                 more = extra_frames(image)
         except UserError as error:
             missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"
-            left_out.pictures[f"image {picture.path} {missing}"] += 1
+            left_out.pictures[f"image {path} {missing}"] += 1
             if picture.boxes:
                 left_out.boxes["boxes of images that are missing or cannot be read"] += len(picture.boxes)
             continue
         if more:
-            left_out.others[f"pages or frames of {picture.path} after the first"] += more
-        if picture.size and all(picture.size) and picture.size not in (shown_size, stored_size):
-            sizes = ["{:g}x{:g}".format(*size) for size in (shown_size, picture.size)]
-            what = f"{picture.path} has {sizes[0]} and not {sizes[1]}"
+            left_out.others[f"pages or frames of {path} after the first"] += more
+        if said_size and all(said_size) and said_size not in (shown_size, stored_size):
+            has, says = ("{:g}x{:g}".format(*size) for size in (shown_size, said_size))
+            what = f"{path} has {has} and not {says}"
             left_out.remarks["widths and heights that are not those of the image"].append(what)
         # The size is the one that viewers show, or as it is stored if the annotations say so.
-        found.append((picture, stored_size if picture.size == stored_size else shown_size))
+        found.append((picture, stored_size if said_size == stored_size else shown_size))
     return found
 
 
@@ -170,9 +172,10 @@ def _by_split(pictures: Iterable[_Sized], val_share: float, remarks: _Remarks) -
     for picture, size in pictures:
         splits[picture.split or "train"].append((picture, size))
     training = splits.get("train", [])
-    if "val" not in splits and val_share and len(training) > 1:
+    count = len(training)
+    if "val" not in splits and val_share and count > 1:
         random.Random(0).shuffle(training)
-        number = min(max(round(val_share * len(training)), 1), len(training) - 1)
+        number = min(max(round(val_share * count), 1), count - 1)
         splits["val"] = [training.pop() for _ in range(number)]
         drawn = "images that are drawn at random for validation, because the data set has none for it"
         remarks[drawn] += [str(picture.path) for picture, _ in splits["val"]]

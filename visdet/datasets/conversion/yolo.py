@@ -117,8 +117,8 @@ def _listed(place: Path, split: str, source: Source) -> Iterator[Path]:
 
 def _label_of(image: Path) -> Path:
     """Return the file of the boxes of an image, which is beside it or in a folder beside that of the images."""
-    places = [image.with_suffix(".txt")]
-    parts = list(image.with_suffix(".txt").parts)
+    beside = image.with_suffix(".txt")
+    places, parts = [beside], beside.parts
     folders = [position for position, part in enumerate(parts[:-1]) if part.lower() == _IMAGES]
     if folders:
         last = folders[-1]

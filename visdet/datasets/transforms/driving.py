@@ -50,7 +50,7 @@ class BBoxRotation(BaseTransform):
             return results
         turn = np.eye(4)
         turn[:2, :2] = turn_about_z(angle)
-        back, turn_xy = inverse_pose(turn), turn[:2, :2]
+        back, turn_xy = inverse_pose(turn), turn[:2, :2].T
         if "lidar2img" in results:
             results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
         if "lidar2global" in results:
@@ -60,15 +60,16 @@ class BBoxRotation(BaseTransform):
                 boxes[:] = moved_boxes(boxes, turn)
         for key in ("gt_agent_fut_trajs", "gt_ego_fut_trajs"):
             if key in results:
-                results[key] = (results[key] @ turn_xy.T).astype(np.float32)
+                results[key] = (results[key] @ turn_xy).astype(np.float32)
         if "map_annos" in results:
             turned = {}
             for label, lines in results["map_annos"].items():
-                turned[label] = [np.asarray(line)[:, :2] @ turn_xy.T for line in lines]
+                turned[label] = [np.asarray(line)[:, :2] @ turn_xy for line in lines]
             results["map_annos"] = turned
         if "points" in results:
-            results["points"] = results["points"].copy()
-            results["points"][:, :2] = results["points"][:, :2] @ turn_xy.T
+            points = results["points"].copy()
+            points[:, :2] = points[:, :2] @ turn_xy
+            results["points"] = points
         return results
 
 
@@ -190,14 +191,15 @@ class VectorizeMap(BaseTransform):
                 for part in cut_to_region(whole, label == 0, self.roi_size) if len(line) > 1 else ():
                     labels.append(int(label))
                     lines.append(self._vectorize(part))
+        numbers = np.array(labels, dtype=np.int64)
         if self.permute:
             shape = (-1, 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
             orders = [closed_orders(line) if is_closed(line) else open_orders(line) for line in lines]
-            results["gt_map_labels"] = np.array(labels, dtype=np.int64)
+            results["gt_map_labels"] = numbers
             results["gt_map_pts"] = np.array(orders, dtype=np.float32).reshape(shape)
         else:
             results["vectors"] = object_array(lines)
-            results["vector_labels"] = np.array(labels, dtype=np.int64)
+            results["vector_labels"] = numbers
         return results
 
     def _vectorize(self, line: np.ndarray) -> np.ndarray:

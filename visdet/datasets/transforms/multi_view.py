@@ -65,12 +65,11 @@ class LoadMultiViewImageFromFiles(BaseTransform):
             self._read(path, name, results.get("token"), resize)
             for name, path in zip(names, results["img_filename"], strict=True)
         ]
-        results["img"] = [image for image, _ in read]
-        results["filename"] = results["img_filename"]
-        results["img_shape"] = [image.shape[:2] for image in results["img"]]
-        results["ori_shape"] = [size for _, size in read]
+        images, sizes = [image for image, _ in read], [size for _, size in read]
+        results |= {"img": images, "filename": results["img_filename"], "ori_shape": sizes}
+        results["img_shape"] = [image.shape[:2] for image in images]
         if self.reduces:
-            results["full_sizes"] = results["ori_shape"]
+            results["full_sizes"] = sizes
         return results
 
     def _read(
@@ -118,11 +117,12 @@ class LoadPointsFromFile(BaseTransform):
         backend_args: dict | None = None,
     ) -> None:
         self.load_dim = load_dim
-        self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
-        if not self.use_dim or min(self.use_dim) < 0 or max(self.use_dim) >= load_dim:
+        columns = list(range(use_dim) if isinstance(use_dim, int) else use_dim)
+        if not columns or min(columns) < 0 or max(columns) >= load_dim:
             raise InvalidInputError(
-                f"LoadPointsFromFile: use_dim must be below load_dim {load_dim}, got {self.use_dim}"
+                f"LoadPointsFromFile: use_dim must be below load_dim {load_dim}, got {columns}"
             )
+        self.use_dim = columns
         if file_client_args not in (None, {"backend": "disk"}):
             raise InvalidInputError(
                 f"LoadPointsFromFile: use backend_args, got file_client_args={file_client_args}"

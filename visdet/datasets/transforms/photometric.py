@@ -71,6 +71,7 @@ class PhotoMetricDistortion(BaseTransform):
         if contrast and contrast_comes_first:
             table *= uniform(*self.contrast_range)
         saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
+        values: np.ndarray = table
         if saturate or turn:
             hsv: np.ndarray = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
             hue: np.ndarray = hsv[..., 0]
@@ -81,15 +82,14 @@ class PhotoMetricDistortion(BaseTransform):
             if turn:
                 hue += uniform(-self.hue_delta, self.hue_delta)
                 hue -= 360 * np.floor(hue / 360)
-            values: np.ndarray = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+            values = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
             values *= 255
-            if contrast and not contrast_comes_first:
-                values *= uniform(*self.contrast_range)
-            distorted = cv2.convertScaleAbs(values)  # rounded, and at most 255
-        else:
-            if contrast and not contrast_comes_first:
-                table *= uniform(*self.contrast_range)
+        if contrast and not contrast_comes_first:
+            values *= uniform(*self.contrast_range)
+        if values is table:
             distorted = cv2.LUT(image, np.clip(np.round(table), 0, 255).astype(np.uint8))
+        else:
+            distorted = cv2.convertScaleAbs(values)  # rounded, and at most 255
         if uniform_int(0, 1):
             channels = list(cv2.split(distorted))
             for last in (2, 1):

@@ -191,11 +191,12 @@ class Mosaic(MixingTransform):
         image = results["img"].new_zeros(3, height, width)
         places = [(0, 0, x, y), (x, 0, width, y), (0, y, x, height), (x, y, width, height)]
         for part, (left, top, right, bottom) in zip(parts, places, strict=False):
+            rows, columns = bottom - top, right - left
             h, w = part["img_shape"]
-            factor = max((right - left) / w, (bottom - top) / h)
-            size = [max(round(h * factor), bottom - top), max(round(w * factor), right - left)]
-            start = [uniform_int(0, size[0] - (bottom - top)), uniform_int(0, size[1] - (right - left))]
-            window = (*start, bottom - top, right - left)
+            factor = max(columns / w, rows / h)
+            size = [max(round(h * factor), rows), max(round(w * factor), columns)]
+            start = [uniform_int(0, size[0] - rows), uniform_int(0, size[1] - columns)]
+            window = (*start, rows, columns)
             boxes = F.crop(F.resize(part["gt_bboxes"], size), *window)
             set_image(part, F.crop(F.resize(part["img"], size, antialias=False), *window))
             image[:, top:bottom, left:right] = part["img"]
