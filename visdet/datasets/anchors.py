@@ -132,10 +132,8 @@ def motion_anchors(
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)
         local = np.einsum("ijn,ntj->nti", turn_about_z(-boxes[:, 6]), futures.cumsum(axis=1))
-        for row in np.flatnonzero(usable):
-            name = str(names[row])
-            if name in paths:
-                paths[name].append(local[row])
+        for name, found in paths.items():
+            found.extend(local[usable & (names == name)])
     return _clustered(paths.values(), num_modes, num_steps, seed)
 
 

@@ -195,11 +195,8 @@ def value_of(info: Mapping[str, Any], name: str, where: str, sizes: dict | None 
     value = key.read(info, where, sizes)
     if value is None or ("n" in key.shapes and "n" not in (sizes or {}) and name != "gt_boxes"):
         return None
-    if name == "cams":
-        return {camera: _camera(values, where, camera) for camera, values in value.items()}
-    if name == "map_annos":
-        return {label: _lines(lines, where, label) for label, lines in value.items()}
-    return value
+    read = {"cams": _camera, "map_annos": _lines}.get(name)
+    return value if read is None else {item: read(given, where, item) for item, given in value.items()}
 
 
 def _camera(given: Any, where: str, name: str) -> dict[str, Any]:

@@ -84,6 +84,21 @@ def coming_steps(
     return steps
 
 
+def padded_steps(paths: Sequence[np.ndarray], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return displacements [n, num_steps, 2], which are 0 where they are unknown, and 1 or 0 for each step, float32.
+
+    Args:
+        paths: n arrays [m, 2] of displacements, of which the first m are known.
+        num_steps: the number of all steps.
+    """
+    number = len(paths)
+    steps, masks = np.zeros((number, num_steps, 2), np.float32), np.zeros((number, num_steps), np.float32)
+    for row, path in enumerate(paths):
+        steps[row, : len(path)] = path
+        masks[row, : len(path)] = 1
+    return steps, masks
+
+
 @dataclass
 class TrackedBoxes:
     """The boxes of a frame, in the coordinates of any other frame.

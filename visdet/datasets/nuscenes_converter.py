@@ -9,7 +9,7 @@ import numpy as np
 from visdet.errors import MissingFileError
 from visdet.structures.poses import inverse_pose, moved_points, pose_matrix, turn_about_z, yaw_of
 
-from .future_steps import coming_steps, command_of
+from .future_steps import coming_steps, command_of, padded_steps
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables
 
@@ -161,20 +161,17 @@ class NuScenesConverter:
         """Return boxes, names, velocities, ids and futures in the lidar frame."""
         tables, records = self.tables, self.tables.annotations_of_sample[sample["token"]]
         from_world = inverse_pose(lidar_pose)
-        boxes, velocities = np.zeros((len(records), 7)), np.zeros((len(records), 2))
-        futures = np.zeros((len(records), _AGENT_STEPS, 2), np.float32)
-        masks = np.zeros((len(records), _AGENT_STEPS), np.float32)
+        boxes, velocities, paths = np.zeros((len(records), 7)), np.zeros((len(records), 2)), []
         for row, record in enumerate(records):
             pose = from_world @ _matrix(record)
             width, length, height = record["size"]
             boxes[row] = (*pose[:3, 3], length, width, height, np.arctan2(-pose[0, 1], pose[0, 0]))
             velocities[row] = (from_world[:3, :3] @ self._velocity(record))[:2]
-            steps = self._future_steps(record, pose)
-            futures[row, : len(steps)] = steps
-            masks[row, : len(steps)] = 1
+            paths.append(self._future_steps(record, pose))
         names = [tables.category(record) for record in records]
         lidar_points = np.array([record["num_lidar_pts"] for record in records], dtype=np.int64)
         radar_points = np.array([record["num_radar_pts"] for record in records], dtype=np.int64)
+        futures, masks = padded_steps(paths, _AGENT_STEPS)
         return {
             "gt_boxes": boxes,
             "gt_names": np.array([_CLASS_OF_CATEGORY.get(name, name) for name in names], dtype=str),
@@ -251,12 +248,11 @@ def ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) ->
     """Return the displacements of the vehicle and the command, from the poses of all frames of the scene."""
     origins = np.array([pose[:3, 3] for pose in lidar_poses])
     places = moved_points(origins, inverse_pose(lidar_poses[here]))[:, :2]
-    steps = np.zeros((_EGO_STEPS, 2), dtype=np.float32)
     known = _displacements(places, times_us, here, _EGO_STEPS)
-    steps[: len(known)] = known
+    [steps], [mask] = padded_steps([known], _EGO_STEPS)
     return {
         "gt_ego_fut_trajs": steps,
-        "gt_ego_fut_masks": (np.arange(_EGO_STEPS) < len(known)).astype(np.float32),
+        "gt_ego_fut_masks": mask,
         "gt_ego_fut_cmd": command_of(known),
     }
 

@@ -83,7 +83,7 @@ class NuScenesMap:
         rings = [area.exterior for area in self._merged(local(self._crossings))]
         dividers: list[np.ndarray] = []
         for part in local(self._dividers):
-            dividers += [np.array(line.coords) for line in _parts(part, "LineString")]
+            dividers += _lines(part)
         return {
             0: [np.array((ring if ring.is_ccw else ring.reverse()).coords) for ring in rings],
             1: dividers,
@@ -126,13 +126,18 @@ class NuScenesMap:
             for ring in (outer, *holes):
                 cut = _parts(shapely.LineString(ring.coords).intersection(inner), "LineString")
                 merged = shapely.line_merge(shapely.MultiLineString(cut), directed=True)
-                lines += [np.array(line.coords) for line in _parts(merged, "LineString")]
+                lines += _lines(merged)
         return lines
 
 
 def _places(tokens: Iterable[str], nodes: dict) -> list:
     """Return the (x, y) of nodes."""
     return [nodes[token] for token in tokens]
+
+
+def _lines(geometry: Any) -> list[np.ndarray]:
+    """Return the lines [n, 2] of a geometry."""
+    return [np.array(line.coords) for line in _parts(geometry, "LineString")]
 
 
 def _parts(geometry: Any, kind: str) -> Iterable:

@@ -50,8 +50,8 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
     size: tuple[int, int] | None = None
     for index in range(len(dataset)):
         info, record = dataset.get_info(index), dataset.get_data_info(index)
-        boxes.update(info.get("gt_names", np.zeros(0, str)).tolist())
-        used.update(record.get("gt_names", np.zeros(0, str)).tolist())
+        boxes.update(map(str, info.get("gt_names", ())))
+        used.update(map(str, record.get("gt_names", ())))
         for label, of_class in info.get("map_annos", {}).items():
             for line in of_class:
                 parts = cut_to_region(line, label == 0) if len(line) > 1 else []

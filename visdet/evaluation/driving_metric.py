@@ -11,11 +11,12 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import Names
+from visdet.checks.arguments import Names, also_takes
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.poses import moved_boxes
+from visdet.structures.tables import summary_line, table_of
 
 from .precision_recall import CurveReport
 
@@ -24,6 +25,19 @@ _PREDICTED = (
     *("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d", "final_planning"),
     *("scores", "labels"),
 )
+# Boxes of nuScenes' classes that are farther away from the vehicle than this, in metres, do not count.
+CLASS_RANGE = {
+    "car": 50,
+    "truck": 50,
+    "bus": 50,
+    "trailer": 50,
+    "construction_vehicle": 50,
+    "pedestrian": 40,
+    "motorcycle": 40,
+    "bicycle": 40,
+    "traffic_cone": 30,
+    "barrier": 30,
+}
 _MAX_BOXES = 500  # of a frame, which nuScenes' evaluation counts
 Objects = Mapping[str, np.ndarray]  # see DrivingBoxMetric.boxes_of
 
@@ -148,20 +162,23 @@ class DrivingBoxMetric(DrivingMetric):
 
     Args:
         classes: names of the labels. The default is those of the data set.
-        class_range: the distance in metres for each class, or one for all.
+        class_range: the distance in metres for each class, or one for all. The default is ``default_range``.
         prefix, collect_device: as in mmengine's BaseMetric.
     """
 
+    default_range: ClassVar[Mapping[str, float]] = CLASS_RANGE
+
+    @also_takes(anchors=...)
     def __init__(
         self,
-        classes: Names | None,
-        class_range: Mapping[str, float] | float,
-        prefix: str | None,
-        collect_device: str,
+        classes: Names | None = None,
+        class_range: Mapping[str, float] | float | None = None,
+        prefix: str | None = None,
+        collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
         self.classes = classes
-        self.class_range = class_range
+        self.class_range = self.default_range if class_range is None else class_range
 
     def range_of(self, name: str) -> float:
         """Return the distance of a class.
@@ -241,6 +258,12 @@ def chosen(objects: Objects, is_true: np.ndarray, is_found: np.ndarray) -> Objec
 def mean_of(values: Sequence[float] | np.ndarray) -> float:
     """Return the mean of values, or NaN if there are none."""
     return float(np.mean(values)) if len(values) else float("nan")
+
+
+def logged(rows: Mapping[str, Mapping[str, float]], summary: dict[str, float], key: str) -> dict[str, float]:
+    """Log a table with a line for each class, and a summary. Return it with the values ``key`` of the classes."""
+    print_log(table_of(rows) + summary_line(summary), logger="current")
+    return summary | {f"{name}_{key}": row[key] for name, row in rows.items()}
 
 
 def as_array(value: Any) -> np.ndarray:

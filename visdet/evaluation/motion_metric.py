@@ -26,7 +26,6 @@ MOTION_CLASSES = {
     "bicycle": "car",
     "pedestrian": "pedestrian",
 }
-_RANGE = {"car": 50, "pedestrian": 40}
 _MAX_DISTANCE_M = 2.0
 _MISS_M = 2.0
 _FALSE_ALARM_COST = 0.5
@@ -73,6 +72,7 @@ class MotionMetric(DrivingBoxMetric):
     """
 
     default_prefix = "Motion"
+    default_range = {"car": 50, "pedestrian": 40}
     metric_names = tuple(f"*_{name}" for name in _NAMES)
 
     def __init__(
@@ -86,7 +86,7 @@ class MotionMetric(DrivingBoxMetric):
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
-        super().__init__(classes, _RANGE if class_range is None else class_range, prefix, collect_device)
+        super().__init__(classes, class_range, prefix, collect_device)
         self.class_mapping = dict(MOTION_CLASSES if class_mapping is None else class_mapping)
         self.score_threshold = score_threshold
         self.unknown_is_right = unknown_is_right

@@ -5,11 +5,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mmengine.logging import print_log
 
-from visdet.checks.arguments import Names, also_takes
 from visdet.registry import METRICS
-from visdet.structures.tables import summary_line, table_of
 
 from .detection_curves import (
     TP_ERRORS,
@@ -18,22 +15,9 @@ from .detection_curves import (
     closeness_of,
     tp_error,
 )
-from .driving_metric import DrivingBoxMetric, Objects, chosen, mean_of
+from .driving_metric import DrivingBoxMetric, Objects, chosen, logged, mean_of
 from .precision_recall import Found, report_of
 
-# Boxes that are farther away from the vehicle than this, in metres, do not count.
-CLASS_RANGE = {
-    "car": 50,
-    "truck": 50,
-    "bus": 50,
-    "trailer": 50,
-    "construction_vehicle": 50,
-    "pedestrian": 40,
-    "motorcycle": 40,
-    "bicycle": 40,
-    "traffic_cone": 30,
-    "barrier": 30,
-}
 _ERROR_NAMES = {
     "trans_err": "mATE",
     "scale_err": "mASE",
@@ -75,16 +59,6 @@ class NuScenesMetric(DrivingBoxMetric):
     default_prefix = "NuScenes"
     metric_names = ("mAP", "NDS", "NDS_no_attr", *_ERROR_NAMES.values(), "*_AP")
 
-    @also_takes(anchors=...)
-    def __init__(
-        self,
-        classes: Names | None = None,
-        class_range: Mapping[str, float] | float | None = None,
-        prefix: str | None = None,
-        collect_device: str = "cpu",
-    ) -> None:
-        super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
-
     true_keys = ("gt_bboxes_3d",)
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +88,9 @@ class NuScenesMetric(DrivingBoxMetric):
         for key in ("AP", *TP_ERRORS):
             means[key] = mean_of([row[key] for row in rows.values() if not np.isnan(row[key])])
         summary = _summary(means.pop("AP"), means, with_attributes)
-        print_log(table_of(rows) + summary_line(summary), logger="current")
         found = [_found_in_frame(frame) for frame in counted]
         self.curve_report = report_of(found, self.names, f"centre distance {_TP_DISTANCE:g} m")
-        return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
+        return logged(rows, summary, "AP")
 
 
 def _of_class(frame: Objects, label: int, name: str) -> Objects:

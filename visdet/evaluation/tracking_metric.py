@@ -7,15 +7,12 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
-from mmengine.logging import print_log
 
 from visdet.checks.arguments import Names
 from visdet.registry import METRICS
-from visdet.structures.tables import summary_line, table_of
 
 from .clear_mot import Frame, interpolate, motar_curve
-from .driving_metric import DrivingBoxMetric, as_array, mean_of
-from .nuscenes_metric import CLASS_RANGE
+from .driving_metric import DrivingBoxMetric, as_array, logged, mean_of
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0
@@ -60,7 +57,7 @@ class TrackingMetric(DrivingBoxMetric):
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
-        super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
+        super().__init__(classes, class_range, prefix, collect_device)
         self.score_threshold = score_threshold
 
     true_keys = ("gt_bboxes_3d", "instance_id")
@@ -90,8 +87,7 @@ class TrackingMetric(DrivingBoxMetric):
                 rows[name] = _scores_of_class(of_class)
         metrics = {name: mean_of([row[name] for row in rows.values()]) for name in _SUMMARY}
         metrics["IDS"] = float(sum(row["IDS"] for row in rows.values()))
-        print_log(table_of(rows) + summary_line(metrics), logger="current")
-        return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
+        return logged(rows, metrics, "AMOTA")
 
     def _tracks(self, scene: list[dict], reaches: Sequence[float]) -> list[tuple[Frame, Frame]]:
         """Return the (truth, prediction) of all tracked classes in each frame, after filling gaps in tracks.

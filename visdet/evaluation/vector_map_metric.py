@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from mmengine.logging import print_log
 
 from visdet.checks.arguments import Names, also_takes
 from visdet.registry import METRICS
 from visdet.structures.polylines import resample
-from visdet.structures.tables import summary_line, table_of
 
-from .driving_metric import DrivingMetric, as_array, mean_of
+from .driving_metric import DrivingMetric, as_array, logged, mean_of
 from .nearest_matches import Nearest
 from .precision_recall import CurveReport, Found, score_curve
 
@@ -98,8 +96,7 @@ class VectorMapMetric(DrivingMetric):
             rows[name]["AP"] = mean_of(values)
         self.curve_report = CurveReport(f"Chamfer distance {thresholds[middle]:g} m", curves)
         summary = {"mAP": mean_of([row["AP"] for row in rows.values()])}
-        print_log(table_of(rows) + summary_line(summary), logger="current")
-        return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
+        return logged(rows, summary, "AP")
 
     def _found(self, frame: dict[str, Any]) -> Found:
         """Return the lines of a frame, whose closeness is the negative distance."""

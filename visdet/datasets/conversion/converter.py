@@ -82,8 +82,8 @@ def convert(
     if unnamed:
         left_out.others[f"an image without annotations: {listed(unnamed, 3)}"] += len(unnamed)
     num_boxes = sum(len(picture.boxes) for picture in pictures)
-    summary = left_out.summary(len(pictures), num_boxes)
-    if left_out.share(len(pictures), num_boxes) > left_out_share:
+    summary, share = left_out.summary(len(pictures), num_boxes)
+    if share > left_out_share:
         lost = listed([*left_out.pictures, *left_out.boxes], 3)
         raise InvalidInputError(
             f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"

@@ -68,18 +68,16 @@ class LeftOut:
         counts = self.pictures + self.boxes + self.others
         return [f"{what} ({count} times)" if count > 1 else what for what, count in counts.items()]
 
-    def summary(self, num_pictures: int, num_boxes: int) -> str:
-        """Return how many of all pictures and boxes are left out. The numbers are those that are kept."""
-        pictures, boxes, others = self.pictures.total(), self.boxes.total(), self.others.total()
-        return (
-            f"left out {pictures} of {pictures + num_pictures} pictures and {boxes} of {boxes + num_boxes} boxes"
-            + (f", and {others} other things" if others else "")
-        )
+    def summary(self, num_pictures: int, num_boxes: int) -> tuple[str, float]:
+        """Return how many of all pictures and boxes are left out, and the share of either, of which that is larger.
 
-    def share(self, num_pictures: int, num_boxes: int) -> float:
-        """Return the share of the pictures, or that of the boxes if it is larger, that is left out."""
-        counts = ((self.pictures.total(), num_pictures), (self.boxes.total(), num_boxes))
-        return max(left / max(left + kept, 1) for left, kept in counts)
+        The numbers are those that are kept.
+        """
+        pictures, boxes, others = self.pictures.total(), self.boxes.total(), self.others.total()
+        all_pictures, all_boxes = pictures + num_pictures, boxes + num_boxes
+        text = f"left out {pictures} of {all_pictures} pictures and {boxes} of {all_boxes} boxes"
+        text += f", and {others} other things" if others else ""
+        return text, max(pictures / max(all_pictures, 1), boxes / max(all_boxes, 1))
 
 
 @contextmanager

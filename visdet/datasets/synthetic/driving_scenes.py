@@ -18,6 +18,7 @@ from visdet.structures.poses import (
     turn_about_z,
 )
 
+from ..future_steps import padded_steps
 from ..info_files import save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
 from ..nuscenes_converter import ego_future
@@ -191,10 +192,7 @@ def _agent_annotations(
     known = min(AGENT_STEPS, num_frames - 1 - frame)
     turn = lidar[:2, :2]
     offsets = np.diff(agents.xy[near, frame : frame + known + 1], axis=1) @ turn
-    futures = np.zeros((len(near), AGENT_STEPS, 2), np.float32)
-    masks = np.zeros((len(near), AGENT_STEPS), np.float32)
-    futures[:, :known] = offsets
-    masks[:, :known] = 1
+    futures, masks = padded_steps(offsets, AGENT_STEPS)
     pixels = np.where(visible[near] >= _MIN_VISIBLE_PIXELS, visible[near], 0)
     return {
         "gt_boxes": boxes[near],

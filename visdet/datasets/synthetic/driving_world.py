@@ -135,9 +135,7 @@ def _make_road(rng: np.random.Generator) -> Road:
         length = rng.uniform(0.8, 1.5) / bend + ease
     start = rng.uniform(-5, 35)
     turn = rng.choice((-1, 0, 1), p=(0.375, 0.25, 0.375))
-    # The ends of a turn are smooth.
-    share = np.clip(np.minimum(stations - start, start + length - stations) / ease, 0, 1)
-    curvature = rng.normal(0, 0.001) + turn * bend * share
+    curvature = rng.normal(0, 0.001) + turn * bend * _eased(stations, start, length, ease)
     origin = int(np.argmin(np.abs(stations)))
     heading = np.cumsum(curvature) * _STATION_SPACING
     heading = heading - heading[origin] + rng.uniform(-np.pi, np.pi)
@@ -178,8 +176,12 @@ def _wanted_speed(rng: np.random.Generator, times: np.ndarray) -> np.ndarray:
     """Return the speed [T] of a driver who keeps it, or for a while drives at another one or stops."""
     usual, begin, hold = rng.uniform(2.0, 10.0), rng.uniform(0, times[-1]), rng.uniform(2.0, 8.0)
     factor = rng.choice((1.0, rng.uniform(0.0, 1.5), 0.0), p=(0.5, 0.3, 0.2))
-    share = np.clip(np.minimum(times - begin, begin + hold - times) / _EASE_S, 0, 1)
-    return usual * (1 + (factor - 1) * share)
+    return usual * (1 + (factor - 1) * _eased(times, begin, hold, _EASE_S))
+
+
+def _eased(values: np.ndarray, start: float, length: float, ease: float) -> np.ndarray:
+    """Return 1 for values in a range, 0 for others, and shares between within ``ease`` of its ends."""
+    return np.clip(np.minimum(values - start, start + length - values) / ease, 0, 1)
 
 
 def _make_agents(
