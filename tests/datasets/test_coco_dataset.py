@@ -57,7 +57,7 @@ NO_BOX = "none of its 2 images has a box"
                     "filter_cfg.*filter_empty.; it accepts filter_empty_gt",
                 ),
                 ({"filter_cfg": {"min_size": 99}}, r"no image is left of the 2 in .*ann\.json"),
-                ({"data_prefix": {"img": None}}, r"data_prefix must be dict\(img="),
+                ({"data_prefix": {"img": None}}, r"data_prefix must be dict\[str, str\]"),
                 ({"data_prefix": {"img_path": "images/"}}, "data_prefix must be dict"),
                 ({"ann_file": "images"}, "annotation file .*images cannot be read: Is a directory"),
                 ({"ann_file": "ann.json/a.json"}, "annotation file .* cannot be read: Not a directory"),

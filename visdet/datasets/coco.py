@@ -1,5 +1,6 @@
 """Detection data sets in COCO format, which consist of a JSON file and a folder of images."""
 
+import functools
 import logging
 import os
 from collections import Counter, defaultdict
@@ -111,7 +112,7 @@ class CocoDataset(BaseDataset):
         self,
         ann_file: str = "",
         data_root: str = "",
-        data_prefix: dict | None = None,
+        data_prefix: dict[str, str] | None = None,
         metainfo: dict | None = None,
         filter_cfg: dict | None = None,
         pipeline: Sequence[dict | Callable] = (),
@@ -128,7 +129,7 @@ class CocoDataset(BaseDataset):
         angle_version: Literal["le90", "oc", "le135"] = "le90",
     ) -> None:
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
-        if set(data_prefix) != {"img"} or not isinstance(data_prefix["img"], str):
+        if set(data_prefix) != {"img"}:
             raise InvalidInputError(
                 f"{type(self).__name__}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
             )
@@ -287,8 +288,8 @@ class CocoDataset(BaseDataset):
 
     def _report_boxes(self, tally: Counter) -> None:
         total, clipped = tally.pop("boxes", 0), tally.pop("clipped", 0)
-        dropped = {problem: count for problem, count in tally.items() if count}
-        num_dropped = sum(dropped.values())
+        dropped = +tally  # without what does not occur
+        num_dropped = dropped.total()
         if not num_dropped and not clipped:
             return
         reasons = ", ".join(f"{count} {problem}" for problem, count in dropped.items())
@@ -317,15 +318,12 @@ class CocoDataset(BaseDataset):
         """Raise an error if image files are missing. Folders are listed, because looking up each file is slow."""
         if self.backend_args is not None:
             return
-        names_of_folder = defaultdict(list)
+        names_in = functools.cache(_names_in)
+        missing = []
         for record in self.data_list:
             folder, name = os.path.split(record["img_path"])
-            if "://" not in folder:
-                names_of_folder[folder].append(name)
-        missing = []
-        for folder, names in names_of_folder.items():
-            present = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
-            missing += [os.path.join(folder, name) for name in names if name not in present]
+            if "://" not in folder and name not in names_in(folder):
+                missing.append(record["img_path"])
         if missing:
             alike = {hint: None for path in missing[:100] if (hint := _look_alike_on_disk(path))}
             raise MissingFileError(
@@ -385,6 +383,12 @@ def checked_filter_cfg(filter_empty_gt: bool = False, min_size: float = 0) -> tu
 def _has_box(record: dict) -> bool:
     """Return whether an image has a box that is no crowd."""
     return any(not instance["ignore_flag"] for instance in record["instances"])
+
+
+def _names_in(folder: str) -> set[str]:
+    """Return the names of the files in a folder, which may be missing."""
+    place = folder or "."
+    return set(os.listdir(place)) if os.path.isdir(place) else set()
 
 
 def _look_alike_on_disk(path: str) -> str | None:

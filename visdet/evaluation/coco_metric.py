@@ -216,19 +216,6 @@ class CocoMetric(BaseMetric):
                 annotations.append(_annotation(int(label), box, float(area), iscrowd))
         return annotations
 
-    def _check_id(self, result: dict, first_of_id: dict[Any, dict]) -> None:
-        """Raise an error if another image has the same id, unless their paths tell them apart."""
-        needs_ids = self._ann_file is not None or self.outfile_prefix is not None
-        key = result["img_id"] if needs_ids else (result["img_id"], result.get("img_path"))
-        first = first_of_id.setdefault(key, result)
-        if all(first.get(part) == result.get(part) for part in ("img_path", "truth")):
-            return
-        raise InvalidInputError(
-            f"{type(self).__name__}: the images {first.get('img_path')} and {result.get('img_path')} have the same id "
-            f"{result['img_id']!r} and differ in their paths or true boxes. Give every image an id of its own. Images "
-            "of several data sets may share ids if neither ann_file nor outfile_prefix is set"
-        )
-
     def evaluate(self, size: int) -> dict[str, float]:
         """Return the metrics over the images of all processes by name. ``size`` is not used.
 
@@ -287,13 +274,25 @@ class CocoMetric(BaseMetric):
         return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
 
     def _different_images(self, results: list[dict]) -> list[dict]:
-        """Return the result of each image once, since samplers repeat images to fill batches."""
-        first_of_id: dict[Any, dict] = {}
-        last_of_image: dict[Any, dict] = {}
+        """Return the result of each image once, since samplers repeat images to fill batches.
+
+        Raises:
+            InvalidInputError: several images have the same id, and their paths need not or do not tell them apart.
+        """
+        needs_ids = self._ann_file is not None or self.outfile_prefix is not None
+        found: dict[Any, dict] = {}
         for result in results:
-            self._check_id(result, first_of_id)
-            last_of_image[result["img_id"], result.get("img_path")] = result
-        return list(last_of_image.values())
+            number, path = result["img_id"], result.get("img_path")
+            key = number if needs_ids else (number, path)
+            other = found.get(key, result)
+            if any(other.get(part) != result.get(part) for part in ("img_path", "truth")):
+                raise InvalidInputError(
+                    f"{type(self).__name__}: the images {other.get('img_path')} and {path} have the same id "
+                    f"{number!r} and differ in their paths or true boxes. Give every image an id of its own. Images of "
+                    "several data sets may share ids if neither ann_file nor outfile_prefix is set"
+                )
+            found[key] = result
+        return list(found.values())
 
     def _truth_of(self, results: list[dict]) -> list[list[dict]]:
         """Return the true boxes of each image, from the samples or from ``ann_file``."""

@@ -145,10 +145,7 @@ class SceneSampler(Sampler[int]):
         bounds = np.append(starts, len(dataset))
         # The shares are contiguous and have about equal numbers of frames.
         share = np.minimum(starts * world_size // max(len(dataset), 1), world_size - 1)
-        mine = np.flatnonzero(share == rank)
-        self._frames = np.concatenate(
-            [np.arange(bounds[s], bounds[s + 1]) for s in mine] or [np.zeros(0, int)]
-        )
+        self._frames = np.flatnonzero(np.repeat(share, np.diff(bounds)) == rank)
 
     def __len__(self) -> int:
         return len(self._frames)

@@ -160,15 +160,16 @@ class LoadAnnotations(BaseTransform):
         turned_shape = (-1, 4, 2)
         is_turned = "angle_version" in results
         set_boxes(results, torch.from_numpy(scaled.reshape(turned_shape if is_turned else (-1, 4))))
-        flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
-        results["gt_ignore_flags"] = torch.from_numpy(flags)
+
+        def column(key: str, dtype: type) -> torch.Tensor:
+            return torch.from_numpy(np.array([item[key] for item in instances], dtype))
+
+        results["gt_ignore_flags"] = column("ignore_flag", bool)
         if instances and "area" in instances[0]:
-            areas = [item["area"] for item in instances]
-            results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
+            results["gt_areas"] = column("area", float)
             if is_turned:
                 results["gt_polygons"] = torch.from_numpy(corners.astype(float).reshape(turned_shape))
-        labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
-        results["gt_bboxes_labels"] = torch.from_numpy(labels)
+        results["gt_bboxes_labels"] = column("bbox_label", np.int64)
         return results
 
 
