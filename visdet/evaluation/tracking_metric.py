@@ -108,8 +108,8 @@ class TrackingMetric(DrivingBoxMetric):
 
 def _with_track_scores(frames: list[Frame]) -> list[Frame]:
     """Return the frames after replacing the score of each box by the mean over its track."""
-    ids = np.concatenate([np.zeros(0, np.int64), *(frame.ids for frame in frames)])
-    scores = np.concatenate([np.zeros(0), *(frame.scores for frame in frames)])
+    ids = np.concatenate([frame.ids for frame in frames])
+    scores = np.concatenate([frame.scores for frame in frames])
     tracks, inverse = np.unique(ids, return_inverse=True)
     means = np.bincount(inverse, scores) / np.bincount(inverse)
     return [replace(frame, scores=means[np.searchsorted(tracks, frame.ids)]) for frame in frames]

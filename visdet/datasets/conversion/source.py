@@ -150,8 +150,9 @@ class Source:
         given = PureWindowsPath(name)  # Both / and \ separate its parts.
         bases = (folder, self.root, folder.parent)
         for base, sub, written in product(bases, ("", "images"), (name, given.as_posix())):
-            if (base / sub / written).is_file():
-                return base / sub / written
+            path = base / sub / written
+            if path.is_file():
+                return path
         split = split_of(given.parent) or split
         ranked = defaultdict(list)
         for path in self._by_name[given.name.lower()]:

@@ -123,24 +123,24 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     poses = [_ego_pose(world, frame) for frame in range(num_frames)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
     infos = []
-    for frame in range(num_frames):
+    for frame, (time, pose, lidar_pose) in enumerate(zip(times, poses, lidar_poses, strict=True)):
         token = f"{scene}-{frame:02d}"
-        shot = renderer.shoot(world, frame, lidar_poses[frame], rng)
+        shot = renderer.shoot(world, frame, lidar_pose, rng)
         shot.points.tofile(folder / "samples" / "LIDAR_TOP" / f"{token}.bin")
         info = {
             "token": token,
             "scene_token": scene,
-            "timestamp": times[frame],
+            "timestamp": time,
             "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
             # The first frame of a scene has no sweeps, as in nuScenes.
             "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
             "cams": _write_images(folder, token, renderer.cameras, shot.images),
             **_pose_entries("lidar2ego", _LIDAR_TO_EGO),
-            **_pose_entries("ego2global", poses[frame]),
+            **_pose_entries("ego2global", pose),
             "map_location": "driving-scenes",
-            "map_annos": _map_annotations(world, lidar_poses[frame], stamp["roi_size"]),
+            "map_annos": _map_annotations(world, lidar_pose, stamp["roi_size"]),
         }
-        info |= _agent_annotations(world, frame, num_frames, lidar_poses[frame], shot.visible)
+        info |= _agent_annotations(world, frame, num_frames, lidar_pose, shot.visible)
         info |= ego_future(lidar_poses, times, frame) | {"ego_status": _ego_status(world, frame)}
         infos.append(info)
     return infos

@@ -55,11 +55,12 @@ def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> t
     objects = []
     for index, (label, full_area, corners) in enumerate(painted):
         pixels = np.argwhere(owner == index)[:, ::-1]  # (x, y)
-        if len(pixels) < _MIN_VISIBLE * full_area or not len(pixels):
+        number = len(pixels)
+        if number < _MIN_VISIBLE * full_area or not number:
             continue
         points = corners if rotated else np.concatenate([pixels, pixels + 1])
         bbox = (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
-        objects.append(Shape(label, bbox, len(pixels), corners.tolist() if rotated else None))
+        objects.append(Shape(label, bbox, number, corners.tolist() if rotated else None))
     canvas += rng.normal(0.0, 3.0, canvas.shape)
     return canvas.clip(0, 255).round().astype(np.uint8), objects
 
@@ -95,16 +96,17 @@ def _paint(
     cos, sin = math.cos(turn), math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
     of_radius_1 = _OUTLINES[SHAPE_CLASSES[label]]
-    outlines = [outline @ to_image.T + center for outline in of_radius_1]
-    (left, top), (right, bottom) = of_radius_1[0].min(axis=0), of_radius_1[0].max(axis=0)
+    outer, *holes = outlines = [outline @ to_image.T + center for outline in of_radius_1]
+    whole = of_radius_1[0]
+    (left, top), (right, bottom) = whole.min(axis=0), whole.max(axis=0)
     corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom)]) @ to_image.T + center
-    area = polygon_area(outlines[0]) - sum(map(polygon_area, outlines[1:]))
+    area = polygon_area(outer) - sum(map(polygon_area, holes))
 
     margin = 3 + int(0.3 * radius)  # room for the shadow
-    left, top = np.maximum(np.floor(outlines[0].min(axis=0)).astype(int) - margin, 0)
-    right, bottom = np.minimum(np.ceil(outlines[0].max(axis=0)).astype(int) + margin, size)
+    left, top = np.maximum(np.floor(outer.min(axis=0)).astype(int) - margin, 0)
+    right, bottom = np.minimum(np.ceil(outer.max(axis=0)).astype(int) + margin, size)
     patch = canvas[top:bottom, left:right]
-    coverage = _coverage([outline - (left, top) for outline in outlines], patch.shape[1], patch.shape[0])
+    coverage = _coverage([outline - (left, top) for outline in outlines], right - left, bottom - top)
 
     blurred = coverage.filter(ImageFilter.GaussianBlur(1 + 0.08 * radius))
     shift = 1 + 0.06 * radius

@@ -183,8 +183,9 @@ class RandomFlip(BaseTransform):
     ) -> None:
         directions = [direction] if isinstance(direction, str) else list(direction)
         given: Any = prob
-        probs = given if isinstance(given, (list, tuple)) else [given / len(directions)] * len(directions)
-        if len(probs) != len(directions) or sum(probs) > 1 + 1e-9:
+        number = len(directions)
+        probs = given if isinstance(given, (list, tuple)) else [given / number] * number
+        if len(probs) != number or sum(probs) > 1 + 1e-9:
             raise InvalidInputError(
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
             )
