@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -67,25 +68,22 @@ LAYERS_OF_ENGINE = (
 )
 
 
-def imported_parts(path):
-    """Return the parts of visdet that a file imports, anywhere in it."""
-    parts = set()
+def imported(path):
+    """Return the dotted names, as lists of parts, that a file imports of visdet, anywhere in it."""
+    package = ".".join(["visdet", *path.relative_to(ROOT).parent.parts])
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            parts |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("visdet.")}
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            if node.module == "visdet":
-                parts |= {alias.name for alias in node.names}
-            elif node.module.startswith("visdet."):
-                parts.add(node.module.split(".")[1])
-        if isinstance(node, ast.ImportFrom) and node.level > 0:
-            base = path.relative_to(ROOT).parts[: -node.level]
-            target = [*base, *(node.module or "").split(".")]
-            if not base:  # from . or .. that reaches visdet itself
-                parts |= {target[0]} if target and target[0] else {alias.name for alias in node.names}
-            else:
-                parts.add(target[0])
-    return parts
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return [name.split(".") for name in names if name.startswith("visdet.")]
+
+
+def imported_parts(path):
+    """Return the parts of visdet that a file imports."""
+    return {part for _, part, *_ in imported(path)}
 
 
 @pytest.mark.parametrize("part", ALLOWED)
@@ -105,19 +103,6 @@ def test_imports_follow_the_direction(part):
         )
 
 
-def imported_rooms(path, package):
-    """Return the folders and the files of a package that one of its files imports, anywhere in it."""
-    rooms = set()
-    folder = path.relative_to(package).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level > 0 and node.level <= len(folder) + 1:
-            place = [*folder[: len(folder) + 1 - node.level], *(node.module or "").split(".")]
-            rooms |= {place[0]} if place[0] else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("visdet.engine."):
-            rooms.add(node.module.split(".")[2])
-    return rooms
-
-
 def test_the_engine_has_seven_layers():
     engine = ROOT / "engine"
     layer = {room: number for number, rooms in enumerate(LAYERS_OF_ENGINE) for room in rooms}
@@ -126,7 +111,8 @@ def test_the_engine_has_seven_layers():
     for path in engine.rglob("*.py"):
         room = path.relative_to(engine).parts[0].removesuffix(".py")
         if room != "__init__":
-            higher = {other for other in imported_rooms(path, engine) - {room} if layer[other] >= layer[room]}
+            rooms = {name[2] for name in imported(path) if name[1] == "engine"}
+            higher = {other for other in rooms - {room} if layer[other] >= layer[room]}
             assert not higher, f"{path.relative_to(ROOT)} imports {sorted(higher)}"
 
 

@@ -8,11 +8,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from programs import run_python
 
-from visdet import compat, ops
-from visdet.compat import _bridge, extensions, msda_ext
+from visdet import compat
+from visdet.compat import _bridge, extensions
 from visdet.compat.__main__ import main
 
 
@@ -162,37 +161,6 @@ def test_an_extension_is_importable_only_while_installed(name, no_extensions):
     assert name not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)
-
-
-def attention_inputs(device, dtype, coordinate_dtype):
-    generator = torch.Generator().manual_seed(0)
-    shapes = torch.tensor([[5, 7], [2, 3]], device=device)
-    starts = torch.tensor([0, 35], device=device)
-    value = torch.randn(2, 41, 3, 8, generator=generator).to(device, dtype)
-    locations = (torch.rand(2, 9, 3, 2, 4, 2, generator=generator) * 1.4 - 0.2).to(device, coordinate_dtype)
-    weights = torch.rand(2, 9, 3, 2, 4, generator=generator).to(device, coordinate_dtype)
-    grad = torch.randn(2, 9, 24, generator=generator).to(device, dtype)
-    return value, shapes, starts, locations, weights, grad
-
-
-@pytest.mark.parametrize(
-    "dtype, coordinate_dtype",
-    [
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float32),
-    ],
-    ids=str,
-)
-def test_the_three_gradients_of_an_extension(device, dtype, coordinate_dtype):
-    value, shapes, starts, locations, weights, grad = attention_inputs(device, dtype, coordinate_dtype)
-    out = msda_ext.ms_deform_attn_forward(value, shapes, starts, locations, weights, 64)
-    grads = msda_ext.ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, 64)
-    leaves = [tensor.requires_grad_() for tensor in (value, locations, weights)]
-    expected = ops.ms_deform_attn(value, shapes, starts, locations, weights)
-    expected_grads = torch.autograd.grad(expected, leaves, grad)
-    torch.testing.assert_close((out, *grads), (expected, *expected_grads))
 
 
 ROOT = str(Path(compat.__file__).resolve().parents[2])

@@ -6,6 +6,7 @@ from entries import check_entries, device, leaf  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext as ext
+from visdet.compat import msda_ext
 from visdet.ops.mmcv import aligned_pooling, map_correlation
 
 on_each_device = pytest.mark.usefixtures("device")
@@ -298,6 +299,7 @@ def test_focal_losses(name, weighted):
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
 
 
+@on_each_device
 def test_ms_deform_attn():
     shapes, starts = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
     value, locations, weights = leaf(2, 26, 2, 4), torch.rand(2, 3, 2, 2, 4, 2).double(), leaf(2, 3, 2, 2, 4)
@@ -307,7 +309,12 @@ def test_ms_deform_attn():
     arguments = given[0], shapes, starts, *given[1:]
     torch.testing.assert_close(ext.ms_deform_attn_forward(*arguments, im2col_step=64), expected.detach())
     ext.ms_deform_attn_backward(*arguments, torch.ones_like(expected), *found, im2col_step=64)
-    torch.testing.assert_close(found, list(torch.autograd.grad(expected.sum(), leaves)))
+    wanted = torch.autograd.grad(expected.sum(), leaves)
+    torch.testing.assert_close(found, list(wanted))
+    # The extension of Deformable DETR returns what mmcv's writes.
+    torch.testing.assert_close(msda_ext.ms_deform_attn_forward(*arguments, 64), expected.detach())
+    given_back = msda_ext.ms_deform_attn_backward(*arguments, torch.ones_like(expected), 64)
+    torch.testing.assert_close(list(given_back), list(wanted))
 
 
 BOXES = [

@@ -15,11 +15,10 @@ from toy_run import PIPELINE, detections, detector_of, toy_config, toy_runner, t
 
 import visdet
 from visdet.commands import infer, main
-from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
+from visdet.engine import CheckpointError, ConfigError, Detector, UserError, find_images
 from visdet.engine.inference.detections import Detections, detections_of
 from visdet.engine.inference.detector import detect_files
 from visdet.engine.inference.sample_images import image_file_of
-from visdet.engine.prepare import write_detections
 
 NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
 
@@ -241,15 +240,6 @@ def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, mon
     monkeypatch.setattr(detector.model, "test_step", broken)
     with pytest.raises(ValueError, match="a bug"):
         detect_files(detector, [image], str(tmp_path / "out"), 0.0)
-
-
-def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):
-    cfg = toy_config(tmp_path, load_from=trained)
-    write_detections(cfg, str(tmp_path / "out" / "found.json"))
-    metrics = build_runner(cfg).test()
-    found = read_json(tmp_path / "out" / "found.json")
-    assert len(found) == 13 and all(len(image["detections"]) == 1 for image in found)
-    assert metrics["toy/images"] == 13
 
 
 def test_an_evaluation_with_amp_computes_in_bfloat16(tmp_path, trained):

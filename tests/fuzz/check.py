@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .mistakes import mistakes
-from .problem import EXTREME, HUGE, Draw, Operator, Problem
+from .problem import EXTREME, HUGE, Draw, Operator, Problem, largest
 
 __all__ = ["Outcome", "bits", "numbers_of", "run_call"]
 
@@ -257,7 +257,7 @@ def _compare(
     if operator.compare is not None:
         return operator.compare(problem, outputs, expected)
     magnitudes = _reference(operator, problem, needed, grad_outputs, True)
-    bounds = {name: _largest(value) for name, value in magnitudes.items()}
+    bounds = {name: largest(value, below=torch.inf) for name, value in magnitudes.items()}
     if operator.bounds is not None:
         operator.bounds(problem, bounds)
     results: dict[str, Any] = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
@@ -279,11 +279,6 @@ def _compare(
 
 def _row_sum(tensor: Tensor) -> Tensor:
     return tensor.sum(-1) if tensor.dim() else tensor
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = torch.where(tensor.isfinite(), tensor, 0.0)
-    return float(finite.abs().max()) if tensor.numel() else 0.0
 
 
 def _wrong_entries(problem: Problem, name: str, got: Tensor, expected: Tensor, bound: float) -> str:

@@ -4,13 +4,14 @@ import random
 import re
 import signal
 import time
-from collections.abc import Mapping
 
 import pytest
 import torch
 from toolbox import TOY_CONFIG, kill_when, start, succeed_here
 
+from visdet.commands.compare import parting, state_of
 from visdet.engine import read_checkpoint
+from visdet.engine.config.text import leaves
 
 _KILLS = 3
 _ITERATIONS = 100  # many more than three starts reach, so that every kill finds the run at work
@@ -21,21 +22,6 @@ _OPTIONS = (
     "train_dataloader.persistent_workers=True",
     "default_hooks.checkpoint.interval=1",
 )
-
-
-def assert_equal(one, other, name: str) -> None:
-    if isinstance(one, Mapping):
-        assert one.keys() == other.keys(), name
-        for key in one:
-            assert_equal(one[key], other[key], f"{name}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), name
-        for place, (first, second) in enumerate(zip(one, other, strict=True)):
-            assert_equal(first, second, f"{name}.{place}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), name
-    else:
-        assert one == other, name
 
 
 @pytest.mark.slow
@@ -63,9 +49,8 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
             process, lambda goal=goal: last_iteration() >= goal, timeout=120, delay=0.3 * moments.random()
         )
         reached.append(last_iteration())
-        for path in pointer.parent.glob(
-            "*.pth"
-        ):  # killed between or during writes, whatever is there can be read
+        # Killed between or during writes, whatever is there can be read, but for the part of a file.
+        for path in pointer.parent.glob("[!.]*.pth"):
             torch.load(path, weights_only=True)
     assert 0 < reached[-1] < _ITERATIONS, f"killed while it trained: {reached}"
     printed = succeed_here(
@@ -80,18 +65,17 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
         *_OPTIONS,
     )
     resumed = int(printed.split("at iteration ")[1].split()[0])
-    assert resumed in (reached[-1], reached[-1] + 1)
+    # The pointer may be one file behind those that are there.
+    assert abs(resumed - reached[-1]) <= 1
 
     whole, killed = (
         read_checkpoint(tmp_path / run / f"iter_{_ITERATIONS}.pth") for run in ("whole", "killed")
     )
     print(f"moments drawn with seed {seed}, killed after iterations {reached}")
-    for part in ("state_dict", "optimizer", "param_schedulers"):
-        assert_equal(whole[part], killed[part], part)
-    assert_equal(whole["meta"]["random_states"], killed["meta"]["random_states"], "random_states")
+    assert parting(state_of(whole), state_of(killed)) is None
     for scalar in ("train/loss", "val/toy/accuracy"):
-        histories = [run["message_hub"]["log_scalars"][scalar] for run in (whole, killed)]
-        assert_equal(*histories, scalar)
+        histories = [dict(leaves(run["message_hub"]["log_scalars"][scalar])) for run in (whole, killed)]
+        assert histories[0] and parting(*histories) is None, scalar
 
 
 @pytest.mark.slow
