@@ -96,7 +96,8 @@ class LateNumbers:
 
 def _agreed(outputs: Mapping[str, Any], device: torch.device, signal: int) -> tuple[Tensor, Tensor]:
     """Return whether a loss of any process is not finite, and the highest signal of all processes, on the device."""
-    plain, tensors = [], []
+    plain: list[float] = []
+    tensors: list[Tensor] = []
     for loss in losses_among(outputs).values():
         (tensors if isinstance(loss, Tensor) else plain).append(loss)
     is_bad_here = not all(map(math.isfinite, plain))

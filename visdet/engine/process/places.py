@@ -57,7 +57,7 @@ def _is_left(place: Path) -> bool:
         return False
 
 
-def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
+def check_work_dir(work_dir: str | os.PathLike, option: str = "--work-dir") -> None:
     """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
 
     Args:
@@ -86,7 +86,8 @@ def no_empty_folders(*folders: str | os.PathLike | None) -> Iterator[None]:
     A folder that is None or "" is left out.
     """
     new = []
-    for folder in map(Path, filter(None, folders)):
+    for given in filter(None, folders):
+        folder = Path(given)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         new += missing[-1:]
     try:
