@@ -174,17 +174,18 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**section_of(cfg, "test_cfg"), "fp16": True}
-    with no_empty_folders(cfg.work_dir, show_dir), cpu_by_default():
+    pictures = os.fspath(show_dir) if show_dir else None
+    with no_empty_folders(cfg.work_dir, pictures), cpu_by_default():
         if out:
             write_detections(cfg, os.fspath(out))
-        if show_dir:
-            check_work_dir(show_dir, "--show-dir")
-            draw_detections(cfg, show_dir)
+        if pictures:
+            check_work_dir(pictures, "--show-dir")
+            draw_detections(cfg, pictures)
         metrics = build_runner(cfg).test()
     if out:
         say(f"predictions: {out}")
-    if show_dir:
-        say(f"pictures: {show_dir}")
+    if pictures:
+        say(f"pictures: {pictures}")
     return metrics
 
 
