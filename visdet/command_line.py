@@ -24,9 +24,10 @@ def prepare_process() -> None:
     """
     # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
     # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # Videos without a codec would print many lines.
+    variables = os.environ
+    if "OMP_WAIT_POLICY" not in variables:
+        variables.setdefault("GOMP_SPINCOUNT", "1000")
+    variables.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # Videos without a codec would print many lines.
     _keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -149,28 +150,29 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
             place of the config becomes both, and what follows becomes the first of its ``images``.
         others: what argparse has left over. It ends the list of names at the first option between them.
     """
-    if not hasattr(args, "checkpoint"):
-        return wrong_arguments(args.command, [], others)
+    given = vars(args)
+    command = given["command"]
+    if "checkpoint" not in given:
+        return wrong_arguments(command, [], others)
     from visdet.engine.checkpoints.held_config import names_checkpoint
 
-    names = [name for name in (args.config, args.checkpoint) if name is not None]
-    if hasattr(args, "images"):
-        names += args.images
+    names = [name for name in (given["config"], given["checkpoint"]) if name is not None]
+    names += given.get("images", ())
     if not any(other.startswith("-") for other in others):
         names, others = names + others, []
     first = names.pop(0)
     if os.path.isfile(os.path.join(first, "model.json")):
         return f"{first} is an exported folder; its README.md says how it is run"
-    if names_checkpoint(first):
-        args.config = args.checkpoint = first
-    else:
-        args.config, args.checkpoint = first, names.pop(0) if names else None
-    if hasattr(args, "images"):
-        args.images, names = names, []
-    missing = [name for name in getattr(args, "required_names", ()) if not getattr(args, name)]
-    if missing and args.config != args.checkpoint:
+    checkpoint = first
+    if not names_checkpoint(first):
+        checkpoint = names.pop(0) if names else None
+    given.update(config=first, checkpoint=checkpoint)
+    if "images" in given:
+        given["images"], names = names, []
+    missing = [name for name in given.get("required_names", ()) if not given[name]]
+    if missing and checkpoint != first:
         missing[-1] += f" ({first} is no checkpoint, so that it was taken as the config)"
-    return wrong_arguments(args.command, missing, names + others)
+    return wrong_arguments(command, missing, names + others)
 
 
 def wrong_arguments(command: str, missing: list[str], others: list[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate", "train"]
 
+_DEVICE = re.compile(r"(cpu|cuda)(?::(\d*))?")
 _MODEL = "dino-small"
 _OF_COCO = "_coco"  # ends the names of the configs whose data --data replaces
 # The small model is validated every 20 iterations for each 24 images, which takes about a tenth of the time.
@@ -98,13 +100,14 @@ def train(
         work_dir = folder if resume else agreed_folder(folder, launcher)
         base = os.path.abspath(existing_config(os.fspath(config))) if config is not None else None
         with no_empty_folders(work_dir):
-            config = config_for(root, base or _base_of(model or _MODEL), Path(work_dir), launcher)
-    if any(value is not None for value in (iters, epochs, batch_size, lr, workers, seed, deterministic)):
+            config = config_for(root, base or _base_of(model or _MODEL), Path(work_dir))
+    short = (iters, epochs, batch_size, lr, workers, seed, deterministic)
+    if any(value is not None for value in short):
         config = others.get("from_") if config is None else config
         cfg, remarks = load_config(config, given, work_dir and os.fspath(work_dir))  # type: ignore[arg-type]
         for remark in remarks:
             say(remark)
-        config, given = cfg, _short_options(cfg, iters, epochs, batch_size, lr, workers, seed, deterministic)
+        config, given = cfg, _short_options(cfg, *short)
     return train_config(config, given, work_dir=work_dir, resume=resume, launcher=launcher, **others)
 
 
@@ -130,11 +133,13 @@ def evaluate(
     given = dict(options or {})
     if data is not None:
         root = Path(data).expanduser().resolve()
-        if others.get("work_dir") is None:
+        work_dir = others.get("work_dir")
+        if work_dir is None:
             folder = os.path.join("work_dirs", f"{root.name}_test")
-            others["work_dir"] = agreed_folder(folder, others.get("launcher"), for_training=False)
-        with no_empty_folders(others["work_dir"]):
-            files = _converted(root, Path(others["work_dir"]))
+            work_dir = agreed_folder(folder, others.get("launcher"), for_training=False)
+        others["work_dir"] = work_dir
+        with no_empty_folders(work_dir):
+            files = _converted(root, Path(work_dir))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
         dataset = {
             "data_root": f"{root}/",
@@ -146,12 +151,13 @@ def evaluate(
     return evaluate_config(config, checkpoint, given, **others)
 
 
-def config_for(root: Path, base: str, folder: Path, launcher: str | None = None) -> str:
+def config_for(root: Path, base: str, folder: Path) -> str:
     """Write a config for a folder of pictures into the folder of a run, print it, and return its path.
+
+    The main process writes, and the others wait for it.
 
     Args:
         root: the folder of pictures. base: the config that it inherits. folder: the folder of the run.
-        launcher: see :func:`train`. The main process writes, and the others wait for it.
 
     Raises:
         UserError: the folder cannot be read, or has nothing to train on.
@@ -245,28 +251,25 @@ def _short_options(
     deterministic: bool | None,
 ) -> dict[str, Any]:
     """Return the values of a config that the short options stand for, by their dotted keys."""
-    paths = {
+    by_iterations = is_iteration_based(section_of(cfg, "train_cfg"))
+    if iters and epochs:
+        raise InvalidInputError("give either iters or epochs, not both")
+    if iters and not by_iterations:
+        raise InvalidInputError("iters: the schedule of this config counts epochs; give epochs (--epochs)")
+    if epochs and by_iterations:
+        iters, epochs = epochs * _iterations_of_epoch(cfg, batch_size), None
+    paths: dict[str, Any] = {
         "train_dataloader.batch_size": batch_size,
         "optim_wrapper.optimizer.lr": lr,
         "randomness.seed": seed,
         "randomness.deterministic": deterministic,
-        **{
-            f"{split}_dataloader.num_workers": workers
-            for split in ("train", "val", "test")
-            if cfg.get(f"{split}_dataloader")
-        },
+        "train_cfg.max_iters": iters,
+        "train_cfg.max_epochs": epochs,
     }
-    given: dict[str, Any] = {path: value for path, value in paths.items() if value is not None}
-    if iters and epochs:
-        raise InvalidInputError("give either iters or epochs, not both")
-    by_iterations = is_iteration_based(section_of(cfg, "train_cfg"))
-    if iters and not by_iterations:
-        raise InvalidInputError("iters: the schedule of this config counts epochs; give epochs (--epochs)")
-    if epochs and by_iterations:
-        iters = epochs * _iterations_of_epoch(cfg, batch_size)
-    if iters or epochs:
-        given["train_cfg.max_iters" if by_iterations else "train_cfg.max_epochs"] = iters or epochs
-    return given
+    for section in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        if cfg.get(section):
+            paths[f"{section}.num_workers"] = workers
+    return {path: value for path, value in paths.items() if value is not None}
 
 
 def _iterations_of_epoch(cfg: "Config", batch_size: int | None) -> int:
@@ -286,12 +289,15 @@ def _use_device(device: str | int | None) -> None:
         return
     import torch
 
-    kind, _, index = (f"cuda:{device}" if str(device).isdecimal() else str(device)).partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+    given = str(device)
+    found = _DEVICE.fullmatch(f"cuda:{given}" if given.isdecimal() else given)
+    if found is None:
         raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {device!r} is not available: torch sees {torch.cuda.device_count()} GPUs")
-    if kind == "cpu" or index:
-        if torch.cuda.is_initialized():
+    kind, index = found.groups("")
+    is_cuda, gpus = kind == "cuda", torch.cuda
+    if is_cuda and int(index or 0) >= gpus.device_count():
+        raise UserError(f"device {device!r} is not available: torch sees {gpus.device_count()} GPUs")
+    if index or not is_cuda:
+        if gpus.is_initialized():
             raise UserError(f"device {device!r} must be chosen before this process uses a GPU")
-        os.environ["CUDA_VISIBLE_DEVICES"] = index if kind == "cuda" else ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = index if is_cuda else ""

@@ -18,6 +18,11 @@ _PACKAGES = {
     "faster-coco-eval": "COCO metrics (or pycocotools)",
     "tensorboard": "training curves",
 }
+# What is imported of a distribution, and what to do if that fails.
+_REMEDIES = {
+    "opencv-python": ("cv2", "pip install --force-reinstall opencv-python-headless"),
+    "torchvision": ("torchvision", "install torch and torchvision as a matching pair"),
+}
 # docs/installation.md has the same table.
 _MACHINES = {
     "Linux x86_64": "supported, with NVIDIA GPUs and without; not with ROCm",
@@ -26,57 +31,56 @@ _MACHINES = {
 
 
 def _packages(advice: list[str]) -> list[str]:
-    missing = []
-    lines = [f"  {'Python':18} {platform.python_version()}  ({sys.executable})"]
     machine = f"{platform.system()} {platform.machine()}"
     supported = _MACHINES.get(machine, "not supported: operators that need no library run in plain torch")
-    lines.append(f"  {'system':18} {machine}  ({supported})")
+    rows = [("Python", platform.python_version(), sys.executable), ("system", machine, supported)]
+    missing = []
     for name, purpose in _PACKAGES.items():
-        version = installed_version(name) or (
-            installed_version("opencv-python-headless") if name == "opencv-python" else None
-        )
-        lines.append(f"  {name:18} {version or 'MISSING'}  ({purpose})")
+        version = installed_version(name)
+        if name == "opencv-python":
+            version = version or installed_version("opencv-python-headless")
+        rows.append((name, version or "MISSING", purpose))
         if version is None:
             missing.append(name)
+        elif name in _REMEDIES:
+            module, remedy = _REMEDIES[name]
+            try:
+                importlib.import_module(module)
+            except (ImportError, RuntimeError) as error:
+                advice.append(f"{module} does not import ({error}): {remedy}")
     if missing:
         advice.append(
             f"for models, data sets and training: pip install 'visdet-ops[train]' (missing: {', '.join(missing)})"
         )
     if other := installed_version("visdet"):
-        lines.append(f"  {'visdet':18} {other}  (ANOTHER PROJECT with the same import name)")
+        rows.append(("visdet", other, "ANOTHER PROJECT with the same import name"))
         advice.append(
             "the distribution visdet is another project, which overwrites files of visdet-ops: pip uninstall visdet, "
             "and then install visdet-ops again"
         )
-    for name, module, remedy in (
-        ("opencv-python", "cv2", "pip install --force-reinstall opencv-python-headless"),
-        ("torchvision", "torchvision", "install torch and torchvision as a matching pair"),
-    ):
-        if name not in missing:
-            try:
-                importlib.import_module(module)
-            except (ImportError, RuntimeError) as error:
-                advice.append(f"{module} does not import ({error}): {remedy}")
-    return lines
+    return [f"  {name:18} {version}  ({remark})" for name, version, remark in rows]
 
 
 def _libraries(info: dict, advice: list[str]) -> list[str]:
     lines = []
+    is_loaded = {}
     for name in ("cpu", "cuda"):
-        library = info[name]
-        isa = f", {library['isa']} kernels" if library.get("isa") else ""
-        loaded = f"loaded{isa}  ({library['path']})"
-        lines.append(f"  {name:5} {loaded if library['loaded'] else 'NOT LOADED: ' + library['problem']}")
-        if library.get("toolkit"):
-            native, ptx = (", ".join(library[kind]) or "none" for kind in ("native", "ptx"))
+        fact = info[name].get
+        isa, toolkit = fact("isa"), fact("toolkit")
+        kernels = f", {isa} kernels" if isa else ""
+        is_loaded[name] = fact("loaded")
+        state = f"loaded{kernels}  ({fact('path')})" if fact("loaded") else f"NOT LOADED: {fact('problem')}"
+        lines.append(f"  {name:5} {state}")
+        if toolkit:
+            native, ptx = (", ".join(fact(kind)) or "none" for kind in ("native", "ptx"))
             lines.append(
-                f"        compiled with CUDA {library['toolkit']} for GPUs of compute capability {native}; PTX of {ptx}"
+                f"        compiled with CUDA {toolkit} for GPUs of compute capability {native}; PTX of {ptx}"
             )
-    if not info["cpu"]["loaded"]:
+    if not is_loaded["cpu"]:
         advice.append(
             "build the operators, in a clone: pip install --no-build-isolation -e . (or make setup)"
         )
-    elif not info["cuda"]["loaded"]:
+    elif not is_loaded["cuda"]:
         advice.append(
             "for CUDA operators: install a wheel without +cpu in its name; or a CUDA build of torch and nvcc "
             "(pip install nvidia-cuda-nvcc), then in a clone VISDET_CUDA=1 pip install --no-build-isolation -e ."
@@ -87,16 +91,13 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
-    if not torch.cuda.is_available():
-        reason = (
-            "torch is a CPU-only build"
-            if torch.version.cuda is None
-            else "torch finds no usable GPU or driver"
-        )
+    gpus, cuda = torch.cuda, torch.version.cuda
+    if not gpus.is_available():
+        reason = "torch is a CPU-only build" if cuda is None else "torch finds no usable GPU or driver"
         return [f"  none ({reason}); everything runs on the CPU"]
-    lines = [f"  CUDA {torch.version.cuda} in torch"]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+    lines = [f"  CUDA {cuda} in torch"]
+    for index in range(gpus.device_count()):
+        properties = gpus.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         memory = properties.total_memory / 2**30
         lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")

@@ -30,32 +30,41 @@ def run(args: argparse.Namespace) -> None:
 
     cfg, _ = load_config(args.config, args.cfg_options)
     detector = Detector(cfg, args.checkpoint, args.device)
+    count, amp, device, cuda, clock = (
+        args.batch_size,
+        args.amp,
+        detector.device,
+        torch.cuda,
+        time.perf_counter,
+    )
     height, width = args.shape or resized_to(cfg)
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    images = [(GivenImage(pixels=pixels), detector.item_of(GivenImage(pixels=pixels)))] * args.batch_size
-    is_cuda = detector.device.type == "cuda"
-    shape = list(images[0][1]["inputs"].shape)
-    name = torch.cuda.get_device_name(detector.device) if is_cuda else "CPU"
-    say(f"{name}, batches of {args.batch_size} images {shape}, {'bfloat16' if args.amp else 'float32'}")
+    image = GivenImage(pixels=pixels)
+    item = detector.item_of(image)
+    images = [(image, item)] * count
+    is_cuda = device.type == "cuda"
+    name = cuda.get_device_name(device) if is_cuda else "CPU"
+    shape = list(item["inputs"].shape)
+    say(f"{name}, batches of {count} images {shape}, {'bfloat16' if amp else 'float32'}")
     for graph in (False, True) if is_cuda else (False,):
 
         def predict(graph: bool = graph) -> Any:
-            return list(detector.detect_items(iter(images), args.batch_size, amp=args.amp, graph=graph))
+            return list(detector.detect_items(iter(images), count, amp=amp, graph=graph))
 
         for _ in range(3):  # Memory is allocated, and graphs are captured.
             predict()
         if is_cuda:
-            torch.cuda.reset_peak_memory_stats(detector.device)
+            cuda.reset_peak_memory_stats(device)
         seconds = []
         for _ in range(args.runs):  # The detections come to the CPU, so that a run ends when it returns.
-            begin = time.perf_counter()
+            begin = clock()
             predict()
-            seconds.append(time.perf_counter() - begin)
-        median, slow = np.percentile(seconds, [50, 99])
+            seconds.append(clock() - begin)
+        median, slow = np.percentile(seconds, [50, 99]) * 1e3
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        memory = torch.cuda.max_memory_reserved(detector.device) if is_cuda else process
+        memory = cuda.max_memory_reserved(device) if is_cuda else process
         say(
-            f"{'graphs' if graph else 'eager':<7} p50 {median * 1e3:.2f} ms, p99 {slow * 1e3:.2f} ms, "
-            f"{args.batch_size * len(seconds) / sum(seconds):.1f} images/s, "
+            f"{'graphs' if graph else 'eager':<7} p50 {median:.2f} ms, p99 {slow:.2f} ms, "
+            f"{count * len(seconds) / sum(seconds):.1f} images/s, "
             f"memory {memory / 2**20:.0f} MiB{'' if is_cuda else ' of the process'}"
         )

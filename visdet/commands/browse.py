@@ -50,35 +50,35 @@ def run(args: argparse.Namespace) -> None:
     from visdet.models.data_preprocessor import check_packed
     from visdet.registry import VISUALIZERS
 
-    cfg, _ = load_config(args.config, args.cfg_options)
-    has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    config, split = args.config, args.split
+    cfg, _ = load_config(config, args.cfg_options)
+    variable = os.environ.get
+    has_screen = bool(variable("DISPLAY") or variable("WAYLAND_DISPLAY"))
     show = has_screen and not args.not_show
-    folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
+    folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(config).stem}")
     if folder:
         check_work_dir(folder, "--output-dir")
     torch.manual_seed(args.seed)
-    dataset = build_dataset(cfg, args.split)
-    check_there_are_samples(dataset, f"{args.split}_dataloader")
-    drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
-    visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
+    dataset = build_dataset(cfg, split)
+    check_there_are_samples(dataset, f"{split}_dataloader")
+    drawing = cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}
+    visualizer = VISUALIZERS.build({**drawing, "vis_backends": None, "name": "browse_dataset"})
     visualizer.dataset_meta = dataset.metainfo
-    images: list[Any] = []
-    samples: list[Any] = []
+    drawn: list[tuple[Any, Any]] = []
     for index in range(min(args.number, len(dataset))):
         item = dataset[index]
         check_packed(item)
         image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
         name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
+        # Without a window there is a folder.
         out_file = Path(folder, f"{name}.png") if folder else None
-        if show or out_file:
-            visualizer.add_datasample(
-                name, image, sample, show=show, wait_time=args.show_interval, out_file=out_file
-            )
-        if len(images) < 12:
-            images.append(image)
-            samples.append(sample)
-    if folder:
-        visualizer.add_contact_sheet(
-            "sheet", images, samples, 2 * visualizer.sheet_columns, out_file=Path(folder, "sheet.png")
+        visualizer.add_datasample(
+            name, image, sample, show=show, wait_time=args.show_interval, out_file=out_file
         )
-        say(f"wrote the pictures to {folder} and an overview to {folder}/sheet.png")
+        if len(drawn) < 12:
+            drawn.append((image, sample))
+    if folder:
+        file, columns = Path(folder, "sheet.png"), 2 * visualizer.sheet_columns
+        images, samples = zip(*drawn, strict=True)
+        visualizer.add_contact_sheet("sheet", images, samples, columns, out_file=file)
+        say(f"wrote the pictures to {folder} and an overview to {file}")

@@ -34,35 +34,36 @@ def run(args: argparse.Namespace) -> int:
 
     from . import browse
 
+    folder = args.out_dir
     cfg, _ = load_config(args.config, args.cfg_options)
-    if args.out_dir:
-        check_work_dir(args.out_dir, "--out-dir")
+    if folder:
+        check_work_dir(folder, "--out-dir")
     init_default_scope(cfg.get("default_scope", "visdet"))
     heads = {
         f"model.{name}.num_classes": part["num_classes"]
         for name, part in cfg.get("model", {}).items()
         if isinstance(part, dict) and "num_classes" in part
     }
+    splits = [split for split in ("train", "val", "test") if cfg.get(f"{split}_dataloader")]
+    if "val" in splits and cfg.get("test_dataloader") == cfg.val_dataloader:
+        splits.remove("test")
     seen: dict[str, str] = {}
     problems = 0
-    for split in ("train", "val", "test"):
-        if not cfg.get(f"{split}_dataloader") or (
-            split == "test" and cfg.test_dataloader == cfg.get("val_dataloader")
-        ):
-            continue
+    for split in splits:
         found = problems_of_split(dataset_config(cfg, split), split, heads, seen)
+        count = len(found)
         for problem in found[:_SHOWN_FAULTS]:
             print(f"{split}: a run stops here: {problem}")
-        if len(found) > _SHOWN_FAULTS:
-            print(f"{split}: and at {len(found) - _SHOWN_FAULTS} more places")
-        problems += len(found)
+        if count > _SHOWN_FAULTS:
+            print(f"{split}: and at {count - _SHOWN_FAULTS} more places")
+        problems += count
     if not problems:
         with _without_warnings():
             browse.run(
                 argparse.Namespace(
                     config=args.config,
                     cfg_options=args.cfg_options,
-                    output_dir=args.out_dir,
+                    output_dir=folder,
                     number=12,
                     not_show=True,
                     split="train",
@@ -81,6 +82,7 @@ def problems_of_split(config: dict, split: str, heads: dict[str, int], seen: dic
         heads: the numbers of classes of the model. seen: the split of each image so far, to which those are added.
     """
     from visdet.datasets import CocoDataset
+    from visdet.engine.config.checks import section_of
     from visdet.errors import UserError, listed
     from visdet.registry import DATASETS
 
@@ -92,14 +94,14 @@ def problems_of_split(config: dict, split: str, heads: dict[str, int], seen: dic
         return [str(error)]
     problems = problems_of_coco(dataset, split) if is_coco else []
     if not problems:
-        print(f"{split}: {len(dataset)} samples")
-    if is_coco and not problems:
-        paths = [dataset.get_data_info(index)["img_path"] for index in range(len(dataset))]
+        number = len(dataset)
+        print(f"{split}: {number} samples")
+        paths = [dataset.get_data_info(index)["img_path"] for index in range(number if is_coco else 0)]
         shared = [path for path in paths if path in seen]
         if shared:
             print(f"  images that {seen[shared[0]]} has, too: {len(shared)} ({listed(shared, 3)})")
         seen.update(dict.fromkeys(paths, split))
-    count = len(dataset.metainfo.get("classes") or ()) if hasattr(dataset, "metainfo") else 0
+    count = len(section_of(getattr(dataset, "metainfo", {}), "classes"))
     wrong = [f"{name}={number}" for name, number in heads.items() if count and number != count]
     if wrong:
         problems.append(f"the data has {count} classes, but the model {', '.join(wrong)}; set {count}")
@@ -113,14 +115,14 @@ def problems_of_coco(dataset: Any, split: str) -> list[str]:
     from visdet.errors import UserError
     from visdet.structures.coco_json import faults_of, load_coco_json, read_json
 
-    path, needs_annotations = dataset.ann_file, not dataset.test_mode
+    path, needs_annotations, backend = dataset.ann_file, not dataset.test_mode, dataset.backend_args
     folder = dataset.data_prefix["img"]
     try:
-        faults = faults_of(read_json(path, dataset.backend_args), needs_annotations)
+        faults = faults_of(read_json(path, backend), needs_annotations)
         if faults:
             return [f"annotation file {path}{fault}" for fault in faults]
-        content = load_coco_json(path, dataset.backend_args, needs_annotations)
-        number = add_sizes(content["images"], folder, dataset.backend_args)
+        content = load_coco_json(path, backend, needs_annotations)
+        number = add_sizes(content["images"], folder, backend)
         lines = coco_report(content, folder, dataset.metainfo["classes"])
         if number:
             lines.append(f"images whose files were opened for their width and height: {number}")

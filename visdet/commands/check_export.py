@@ -41,14 +41,15 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine import say
     from visdet.export.check_graph import check_graph
 
-    annotations = args.images if args.images.endswith(".json") else None
-    pictures = _annotated(Path(args.images)) if annotations else _of_folder(args.images)
-    report = check_graph(args.graph, args.model, pictures, annotations, args.runtime, args.limit)
+    given, graph = args.images, args.graph
+    annotations = given if given.endswith(".json") else None
+    pictures = _annotated(Path(given)) if annotations else _of_folder(given)
+    report = check_graph(graph, args.model, pictures, annotations, args.runtime, args.limit)
     for name, found in report["differences"]["outputs"].items():
         say(f"{name}: largest difference {found['largest']:.2g}, mean {found['mean']:.2g}")
     for name, found in report.get("metrics", {}).items():
         say(f"mAP of the {name}: {found['coco/bbox_mAP']:.4f}")
-    say(f"{args.graph} gives what the model gives")
+    say(f"{graph} gives what the model gives")
 
 
 def _of_folder(folder: str) -> dict[Any, Any]:

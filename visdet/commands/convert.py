@@ -35,13 +35,14 @@ def run(args: argparse.Namespace) -> None:
     from visdet.datasets.conversion import convert
     from visdet.structures.coco_json import load_coco_json
 
-    out = Path(args.out_dir or args.folder)
-    files, skipped = convert(Path(args.folder), out, args.format, args.val_share, args.left_out_share)
+    folder = Path(args.folder)
+    out = Path(args.out_dir or folder)
+    files, skipped = convert(folder, out, args.format, args.val_share, args.left_out_share)
     for file in files:
         content = load_coco_json(str(file))
         print(f"{file}: " + "\n  ".join(coco_report(content, args.folder)))
     classes = tuple(category["name"] for category in content["categories"])
-    images = "" if out.samefile(args.folder) else f"{Path(args.folder).resolve()}/"
+    images = "" if out.samefile(folder) else f"{folder.resolve()}/"
     print(
         f"for the config (docs/own_data.md):\ndata_root = {f'{out.resolve()}/'!r}\nclasses = {classes!r}\n"
         "model = dict(bbox_head=dict(num_classes=len(classes)))\n"

@@ -19,13 +19,17 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import check_out_file, draw_curves, read_scalars, say
 
-    first = Path(args.runs[0])
+    paths = list(map(Path, args.runs))
+    first = paths[0]
     out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")
-    runs = {str(Path(run)): read_scalars(run) for run in args.runs}
+    runs = {str(path): read_scalars(path) for path in paths}
     check_out_file(out_file)
     draw_curves(runs, out_file)
     for run, curves in runs.items():
-        last = {name: list(curve.values())[-1] for name, curve in curves.items()}
-        shown = [name for name in last if name in ("loss", "lr") or name.endswith("bbox_mAP")]
-        say(f"{run}: " + "  ".join(f"{name} {last[name]:.4g}" for name in shown))
+        shown = []
+        for name, curve in curves.items():
+            if name in ("loss", "lr") or name.endswith("bbox_mAP"):
+                *_earlier, last = curve.values()
+                shown.append(f"{name} {last:.4g}")
+        say(f"{run}: {'  '.join(shown)}")
     say(f"wrote the curves to {out_file}")

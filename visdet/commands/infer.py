@@ -95,36 +95,35 @@ def _detect(args: argparse.Namespace) -> None:
     from visdet.engine.inference.detect_files import check_shares
     from visdet.engine.process.places import check_out_file
 
-    check_shares(args.score_thr, args.overlap, args.nms)
+    least, graph, draws, out_dir = args.score_thr, args.graph, not args.json_only, args.out_dir
+    check_shares(least, args.overlap, args.nms)
     cfg, _ = load_config(args.config, args.cfg_options)
-    if args.graph is not None:
-        cfg.graph = args.graph
-    out_dir = args.out_dir
+    if graph is not None:
+        cfg.graph = graph
     files, left_out = find_images(args.images, out_dir)
     check_out_file(os.path.join(out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
-    if args.score_thr is None:
-        say(
-            told_thresholds(
-                detector.dataset_meta["classes"], detector.score_thresholds, detector.origin_of_thresholds
-            )
-        )
-    else:
-        say(told_thresholds(["all"], [args.score_thr], "--score-thr"))
+    names, thresholds, origin = ["all"], [least], "--score-thr"
+    if least is None:
+        names, thresholds = detector.dataset_meta["classes"], detector.score_thresholds
+        origin = detector.origin_of_thresholds
+    say(told_thresholds(names, thresholds, origin))
     given = options_of(args, "images", "graph", "device", "json_only")
-    found, failures = detect_files(detector, files, draws=not args.json_only, shown=_with_progress, **given)
+    found, failures = detect_files(detector, files, draws=draws, shown=_with_progress, **given)
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)
-    read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
-    pictures = "" if args.json_only else f" and {out_dir}/pictures"
+    of_videos = f" and {frames} frames of videos" if frames else ""
+    pictures = f" and {out_dir}/pictures" if draws else ""
+    read = f"{len(found) - frames} images{of_videos}"
     say(f"wrote {total} detections in {read} to {out_dir}/predictions.json{pictures}")
     side = section_of(cfg, "visualizer").get("min_side", 480)
-    if not args.json_only and (small := sum(max(one["height"], one["width"]) < side for one in found)):
+    if draws and (small := sum(max(one["height"], one["width"]) < side for one in found)):
         left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")
     for remark in left_out:
         say(remark)
+    terminal = sys.stderr
     for failure in failures:
-        print(f"error: {failure}", file=sys.stderr)
+        print(f"error: {failure}", file=terminal)
     if failures:
-        print(f"{len(failures)} of {len(files)} files could not be read", file=sys.stderr)
+        print(f"{len(failures)} of {len(files)} files could not be read", file=terminal)
         sys.exit(1)

@@ -20,13 +20,12 @@ def run(args: argparse.Namespace) -> None:
 
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
 
-    if os.path.isdir(args.file):
-        rows = exported_rows(args.file)
+    file, trust = args.file, args.trust_checkpoint
+    if os.path.isdir(file):
+        rows = exported_rows(file)
     else:
-        path = os.path.expanduser(args.file)
-        rows = checkpoint_rows(
-            read_checkpoint(path, trust=args.trust_checkpoint), path, args.trust_checkpoint
-        )
+        path = os.path.expanduser(file)
+        rows = checkpoint_rows(read_checkpoint(path, trust=trust), path, trust)
     for name, value in rows.items():
         if value not in (None, ""):
             print(f"{name:<12} {value}")
@@ -45,49 +44,48 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
     weights = weights_of(content, path)
     numbers = sum(value.numel() for value in weights.values() if hasattr(value, "numel"))
     rows: dict[str, Any] = {"file": path, "weights": f"{len(weights)} tensors, {numbers:,} numbers"}
+    held = meta.get
     if "iter" in meta:
-        rows["trained"] = f"{meta['iter']} iterations, {meta.get('epoch')} epochs"
+        rows["trained"] = f"{meta['iter']} iterations, {held('epoch')} epochs"
     rows["resumable"] = "yes" if "optimizer" in content else "no, it holds no state of an optimizer"
-    rows["written"] = meta.get("time")
+    rows["written"] = held("time")
     for kind, names in lists_of_checkpoint(content).items():
-        numbers_of = meta.get("category_ids") if kind == "classes" else None
-        shown = (
-            [f"{name} ({number})" for name, number in zip(names, numbers_of, strict=False)]
-            if numbers_of
-            else names
-        )
-        rows[kind] = f"{len(names)}: {listed(shown, 20)}"
+        ids = held("category_ids") if kind == "classes" else None
+        shown = [f"{name} ({number})" for name, number in zip(names, ids or (), strict=False)]
+        rows[kind] = f"{len(names)}: {listed(shown or names, 20)}"
     thresholds, origin = measured_thresholds(content)
     rows["thresholds"] = told_thresholds(thresholds, thresholds.values(), origin).partition("of scores ")[2]
     try:
         cfg = config_of(content, path, trust)
     except UserError as error:
         return rows | {"config": error}
-    rows["config"] = f"{cfg.filename}, model {cfg.model.get('type')}"
+    of_model = cfg.model.get
+    rows["config"] = f"{cfg.filename}, model {of_model('type')}"
     for number, step in enumerate(given_dataset(cfg, "test").get("pipeline") or (), 1):
         rows[f"step {number}"] = _text(step)
-    rows["then"] = _text(cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {})
+    rows["then"] = _text(of_model("data_preprocessor") or cfg.get("data_preprocessor") or {})
     return rows
 
 
 def exported_rows(folder: str) -> dict[str, Any]:
     """Return what an exported folder is, in rows: those of its model.json."""
+    import fnmatch
     import json
+    import os
     from pathlib import Path
 
     from visdet.errors import InvalidInputError, MissingFileError, listed
 
-    file = Path(folder, "model.json")
+    file, files = Path(folder, "model.json"), sorted(os.listdir(folder))
     if not file.is_file():
-        checkpoints = sorted(path.name for path in Path(folder).glob("*.pth"))
+        checkpoints = fnmatch.filter(files, "*.pth")
         advice = f". Give one of its checkpoints: {listed(checkpoints)}" if checkpoints else ""
         raise MissingFileError(f"{folder} is no exported folder: it has no model.json{advice}")
     try:
         record = json.loads(file.read_text("utf-8"))
-        rows = {str(name): _text(value) for name, value in record.items()}
+        rows = {name: _text(value) for name, value in record.items()}
     except (ValueError, AttributeError) as error:
         raise InvalidInputError(f"{file} cannot be read: {error}") from error
-    files = sorted(path.name for path in Path(folder).iterdir())
     return {"folder": folder, "files": ", ".join(files), **rows}
 
 

@@ -84,15 +84,16 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
     from visdet.datasets import load_infos
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
-    path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
+    path = Path(args.infos)
+    classes: Sequence[str] = NUSCENES_CLASSES
     if path.suffix not in _FRAMES:
         from visdet.datasets import make_driving_scenes
         from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 
         path = make_driving_scenes(path) / "driving_infos_train.npz"
-        classes = args.classes or DRIVING_CLASSES
+        classes = DRIVING_CLASSES
     infos = list(load_infos(path)[0])
-    maker_of = makers(infos, classes, args.points, args.max_distance, args.seed)
+    maker_of = makers(infos, args.classes or classes, args.points, args.max_distance, args.seed)
     wanted = [
         (number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker)
         for kind, maker in maker_of.items()
@@ -108,43 +109,44 @@ def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[t
     from visdet.engine import UserError, dataset_config, load_config
     from visdet.engine.config.load import build_dataset
 
-    cfg, _ = load_config(args.infos)
+    given = args.infos
+    cfg, _ = load_config(given)
     settings = dataset_config(cfg, "train")
     dataset = build_dataset(cfg, "train", pipeline=[])
     if not hasattr(dataset, "get_info"):
-        raise UserError(f"{args.infos}: the data set {settings['type']} has no frames of several cameras")
-    infos = [dataset.get_info(index) for index in range(len(dataset))]
-    reaches = [
-        np.max(step["class_dist_thred"])
-        for step in settings.get("pipeline", ())
-        if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step
-    ]
-    reach = float(reaches[-1]) if reaches else 55.0
-    wanted = list(anchors_of_head(cfg.model.get("head", {})))
+        raise UserError(f"{given}: the data set {settings['type']} has no frames of several cameras")
+    infos = list(map(dataset.get_info, range(len(dataset))))
+    reach = 55.0
+    for step in settings.get("pipeline", ()):
+        if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step:
+            reach = float(np.max(step["class_dist_thred"]))
+    wanted, points = list(anchors_of_head(cfg.model.get("head", {}))), 0
     if not wanted:
-        raise UserError(f"{args.infos}: model.head names no files of anchors")
-    points = [head["anchor_encoder"]["num_sample"] for kind, _, _, head in wanted if kind == "map"]
-    maker_of = makers(infos, dataset.CLASSES, points[0] if points else 0, reach, args.seed)
-    return (
-        str(dataset.ann_file),
-        infos,
-        [(number, Path(path), maker_of[kind]) for kind, number, path, _ in wanted],
-    )
+        raise UserError(f"{given}: model.head names no files of anchors")
+    for kind, _, _, head in wanted:
+        points = head["anchor_encoder"]["num_sample"] if kind == "map" else points
+    maker_of = makers(infos, dataset.CLASSES, points, reach, args.seed)
+    kinds = [(number, Path(path), maker_of[kind]) for kind, number, path, _ in wanted]
+    return str(dataset.ann_file), infos, kinds
 
 
 def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, Any]]":
     """Yield the kind, number and file of the anchors of the head of a config, and the config that names them."""
     tasks = head.get("task_config") or {"with_det": True, "with_map": True, "with_motion_plan": True}
-    boxes = head.get("det_head") if tasks.get("with_det") else None
-    lines = head.get("map_head") if tasks.get("with_map") else None
-    for kind, part in (("det", head if "instance_bank" in head else boxes), ("map", lines)):
-        bank = (part or {}).get("instance_bank") or {}
-        if isinstance(bank.get("anchor"), str):
-            yield kind, bank["num_anchor"], bank["anchor"], part
-    motion = (head.get("motion_plan_head") if tasks.get("with_motion_plan") else None) or {}
+
+    def part_of(task: str) -> dict:
+        return head.get(f"{task}_head") or {} if tasks.get(f"with_{task}") else {}
+
+    for kind, part in (("det", head if "instance_bank" in head else part_of("det")), ("map", part_of("map"))):
+        bank = part.get("instance_bank") or {}
+        file = bank.get("anchor")
+        if isinstance(file, str):
+            yield kind, bank["num_anchor"], file, part
+    motion = part_of("motion_plan")
     for kind, modes in (("motion", "fut_mode"), ("plan", "ego_fut_mode")):
-        if isinstance(motion.get(f"{kind}_anchor"), str):
-            yield kind, motion[modes], motion[f"{kind}_anchor"], motion
+        file = motion.get(f"{kind}_anchor")
+        if isinstance(file, str):
+            yield kind, motion[modes], file, motion
 
 
 def makers(

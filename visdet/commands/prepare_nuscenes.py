@@ -11,6 +11,7 @@ reads these files without unpickling anything.
 """
 
 import argparse
+from collections import defaultdict
 from pathlib import Path
 
 from visdet.command_line import add_options
@@ -48,27 +49,27 @@ def run(args: argparse.Namespace) -> None:
     from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
     from visdet.engine import check_out_file, check_work_dir
 
-    if args.check:
+    checked, published, folder, version = args.check, args.convert, args.out_dir, args.version
+    if checked:
         from visdet.datasets.recording_report import recording_report
 
-        print("\n".join(recording_report(args.check, args.data_root)))
+        print("\n".join(recording_report(checked, args.data_root)))
         return
-    if args.convert:
-        file = Path(args.convert).with_suffix(".npz")
+    if published:
+        file = Path(published).with_suffix(".npz")
         check_out_file(file, "a copy of the file elsewhere")
-        infos, metadata = load_infos(args.convert)
+        infos, metadata = load_infos(published)
         write(file, list(infos), metadata)
         return
-    check_work_dir(args.out_dir, "--out-dir")
-    converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
-    infos_of_split: dict[str, list[dict]] = {}
+    check_work_dir(folder, "--out-dir")
+    converter = NuScenesConverter(args.root, version, args.can_bus, with_map=not args.no_map)
+    infos_of_split: dict[str, list[dict]] = defaultdict(list)
     for scene in track(converter.tables.scenes(), description="scenes"):
-        split = split_of_scene(args.version, scene["name"])
-        infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
+        infos_of_split[split_of_scene(version, scene["name"])] += converter.infos_of_scene(scene)
     if silent := converter.scenes_without_can_bus:
         print(f"{len(silent)} scenes have no CAN bus messages, so that their ego_status is 0")
-    for split, infos in infos_of_split.items():
-        write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})
+    for split, frames in infos_of_split.items():
+        write(Path(folder, f"nuscenes_infos_{split}.npz"), frames, {"version": version})
 
 
 def write(path: Path, infos: list[dict], metadata: dict) -> None:

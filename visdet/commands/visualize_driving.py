@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    import numpy as np
+    from itertools import pairwise
+
     import torch
     from mmengine.dataset import pseudo_collate
 
@@ -67,31 +68,35 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine.stages import StagedModel
     from visdet.registry import VISUALIZERS
 
-    cfg, _ = load_config(args.config, args.cfg_options)
-    out_dir = Path(args.out_dir)
+    config, checkpoint, out_dir = args.config, args.checkpoint, Path(args.out_dir)
+    cfg, _ = load_config(config, args.cfg_options)
     check_work_dir(out_dir, "--out-dir")
     dataset = build_dataset(cfg, "test")
     if not hasattr(dataset, "scene_starts"):
         raise UserError(
-            f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
+            f"{config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
             "cameras. visdet browse draws the samples of any data set"
         )
     model: Any = None
+    metainfo = dataset.metainfo
     thresholds, origin = dict[str, float](), ""
-    if args.checkpoint:
-        model, (thresholds, origin) = load_model(cfg, args.checkpoint, dataset.metainfo)
+    if checkpoint:
+        model, (thresholds, origin) = load_model(cfg, checkpoint, metainfo)
     visualizer = VISUALIZERS.build(
         {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
     )
-    visualizer.dataset_meta = dataset.metainfo
-    for name, names in (("score_thr", "classes"), ("map_score_thr", "map_classes")):
-        if (value := getattr(args, name)) is not None:
-            thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), value)
-            origin += f" and --{name.replace('_', '-')}"
+    visualizer.dataset_meta = metainfo
+    for option, value, names in (
+        ("--score-thr", args.score_thr, "classes"),
+        ("--map-score-thr", args.map_score_thr, "map_classes"),
+    ):
+        if value is not None:
+            thresholds |= dict.fromkeys(metainfo.get(names, ()), value)
+            origin += f" and {option}"
     if model is not None:
         say(told_thresholds(thresholds, thresholds.values(), origin))
 
-    def draw(frames_of_scene: Any, item: dict) -> np.ndarray:
+    def draw(frames_of_scene: Any, item: dict) -> "np.ndarray":
         sample = item["data_samples"]
         if model is not None:
             with torch.no_grad():
@@ -99,14 +104,14 @@ def run(args: argparse.Namespace) -> None:
         image = image_of_inputs(item["inputs"], is_bgr(cfg))
         return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
 
-    bounds = np.append(dataset.scene_starts, len(dataset))
+    scenes = list(pairwise([*dataset.scene_starts, len(dataset)]))
+    count = len(scenes)
     for scene in args.scenes:
-        if not 0 <= scene < len(bounds) - 1:
+        if not 0 <= scene < count:
             raise UserError(
-                f"--scenes must be numbers from 0 to {len(bounds) - 2}, as the data set has {len(bounds) - 1} "
-                f"scenes, got {scene}"
+                f"--scenes must be numbers from 0 to {count - 1}, as the data set has {count} scenes, got {scene}"
             )
-        frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
+        frames = range(*scenes[scene])[: args.max_frames]
         frames_of_scene = StagedModel(model) if model is not None else None
         drawn = (draw(frames_of_scene, dataset[index]) for index in frames)
         write_scene(drawn, out_dir / f"scene_{scene:03d}")
