@@ -13,6 +13,7 @@ __all__ = [
     "check_layout",
     "check_numbers",
     "check_tensor",
+    "check_that",
     "computation_dtype",
     "constant",
     "empty_sum",
@@ -29,6 +30,18 @@ def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Ten
     if tensor.device != of.device:
         whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
+
+
+def check_that(fits: Any, op: str, name: str, expected: str, given: Any, *numbers: Any) -> None:
+    """Raise a ValueError unless the argument ``name`` fits.
+
+    Args:
+        expected: What the argument must be or do, such as "be [{}, 4]", with a pair of braces for each of ``numbers``.
+        given: What the error says it is. Of a tensor, that is its shape.
+    """
+    if not fits:
+        got = list(given.shape) if isinstance(given, Tensor) else given
+        raise ValueError(f"{op}: {name} must {expected.format(*numbers)}, got {got}")
 
 
 def check_tensor(op: str, name: str, tensor: Any) -> None:
@@ -68,8 +81,7 @@ def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int 
     # torch.compile of torch 2.11 takes `size not in (None, given)` for true where `given` is symbolic.
     for size, given in zip(sizes, tensor.shape, strict=False):
         fits = fits and (size is None or size == given)
-    if not fits:
-        raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
+    check_that(fits, op, name, "be {}", tensor, expected)
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import as_tensor, check_device, check_numbers, check_tensor
+from ._arguments import as_tensor, check_device, check_numbers, check_tensor, check_that
 from .tracing import is_traced
 
 __all__ = ["check_classes", "class_by_class", "highest_first"]
@@ -25,8 +25,8 @@ def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
     check_numbers(op, name, classes, "mask")
     if classes.is_meta:
         check_device(op, name, classes, "boxes", boxes)
-    if not is_traced() and classes.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
-        raise ValueError(f"{op}: {name} must be [{boxes.shape[0]}], got {list(classes.shape)}")
+    fits = is_traced() or classes.shape == boxes.shape[:1]  # numbers of a trace may be unknown
+    check_that(fits, op, name, "be [{}]", classes, boxes.shape[0])
     classes = classes.detach().to(boxes.device)
     if classes.is_floating_point():
         return (classes.double() + 0.0).view(torch.int64)  # -0 + 0 is 0

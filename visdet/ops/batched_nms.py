@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import widened
+from ._arguments import check_that, widened
 from ._classes import check_classes, class_by_class
 from ._declared import declared
 from .nms import nms
@@ -69,11 +69,11 @@ def batched_nms(
 
     Source: The semantics are mmcv's, which moves the classes apart, so that its overlaps are rounded.
     """
-    if boxes.dim() != 2 or boxes.shape[1] not in (4, 5, 8):
-        raise ValueError(f"batched_nms: boxes must be [N, 4], [N, 5] or [N, 8], got {list(boxes.shape)}")
+    are_boxes = boxes.dim() == 2 and boxes.shape[1] in (4, 5, 8)
+    check_that(are_boxes, "batched_nms", "boxes", "be [N, 4], [N, 5] or [N, 8]", boxes)
     for name, given in (("scores", scores), ("idxs", idxs)):
-        if not is_traced() and given.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
-            raise ValueError(f"batched_nms: {name} must be [{boxes.shape[0]}], got {list(given.shape)}")
+        fits = is_traced() or given.shape == boxes.shape[:1]  # numbers of a trace may be unknown
+        check_that(fits, "batched_nms", name, "be [{}]", list(given.shape), boxes.shape[0])
     boxes = boxes if boxes.is_floating_point() else boxes.float()
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)

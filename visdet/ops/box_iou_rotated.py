@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
+from ._arguments import check_that
 from ._declared import declared
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
@@ -82,11 +83,9 @@ def overlaps(
     op: str, bboxes1: Tensor, bboxes2: Tensor, columns: int, mode: str, aligned: bool, clockwise: bool = True
 ) -> Tensor:
     """Return the overlaps of boxes with 5 or 8 columns, whose names are those of arguments of ``op``."""
-    if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
-        M, N = bboxes1.shape[0], bboxes2.shape[0]
-        raise ValueError(
-            f"{op}: bboxes2 must be [{M}, {columns}] as bboxes1 where aligned, got [{N}, {columns}]"
-        )
+    M, N = bboxes1.shape[0], bboxes2.shape[0]
+    expected = "be [{}, {}] as bboxes1 where aligned"
+    check_that(not aligned or M == N, op, "bboxes2", expected, bboxes2, M, columns)
     given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
     wide = torch.float64 if torch.float64 in (bboxes1.dtype, bboxes2.dtype) else torch.float32
     first, second = (boxes.detach().to(wide) for boxes in (bboxes1, bboxes2))

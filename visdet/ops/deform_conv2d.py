@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import is_index, pair
+from ._arguments import check_that, is_index, pair
 from ._declared import declared
 
 __all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
@@ -110,19 +110,17 @@ def check_shapes(
             f"{operator}: input {list(input.shape[2:])} is too small, the output would be {list(size)}"
         )
     B, C = input.shape[:2]
-    if weight.shape[1] * groups != C:
-        raise ValueError(f"{operator}: input must have {weight.shape[1] * groups} channels, got {C}")
-    if C % deform_groups:
-        raise ValueError(f"{operator}: deform_groups must divide {C} channels, got {deform_groups}")
-    if weight.shape[0] % groups:
-        raise ValueError(
-            f"{operator}: weight must have a multiple of {groups} output channels, got {weight.shape[0]}"
-        )
-    taps = deform_groups * weight.shape[2] * weight.shape[3]
+    outputs, of_group, KH, KW = weight.shape
+    channels = of_group * groups
+    check_that(channels == C, operator, "input", "have {} channels", C, channels)
+    check_that(C % deform_groups == 0, operator, "deform_groups", "divide {} channels", deform_groups, C)
+    is_multiple = outputs % groups == 0
+    check_that(is_multiple, operator, "weight", "have a multiple of {} output channels", outputs, groups)
+    taps = deform_groups * KH * KW
     for name, field, channels in (("offset", offset, 2 * taps), ("mask", mask, taps)):
         expected = [B, channels, *size]
-        if field is not None and list(field.shape) != expected:
-            raise ValueError(f"{operator}: {name} must be {expected}, got {list(field.shape)}")
+        if field is not None:
+            check_that(list(field.shape) == expected, operator, name, "be {}", field, expected)
 
 
 def convolve(

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from . import _registration
-from ._arguments import constant, pair, widened
+from ._arguments import check_that, constant, pair, widened
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
@@ -69,8 +69,7 @@ def deform_roi_pool(
     expected = [rois.shape[0], 2, PH, PW]
     if offset is None or (offset.numel() == 0 and list(offset.shape) != expected):
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
-    if list(offset.shape) != expected:
-        raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
+    check_that(list(offset.shape) == expected, "deform_roi_pool", "offset", "be {}", offset, expected)
     tensors = widened(input, input), constant(rois, input), widened(offset, input)
     pooled = _deform_roi_pool(*tensors, PH, PW, float(spatial_scale), int(sampling_ratio), float(gamma))
     return pooled.to(input)
@@ -155,10 +154,8 @@ class DeformRoIPoolPack(DeformRoIPool):
 
     def _pool(self, input: Tensor, rois: Tensor) -> tuple[Tensor, Tensor]:
         """Return the deformed bins [N, C, PH, PW] and the flattened undeformed ones."""
-        if input.shape[1] != self.output_channels:
-            raise ValueError(
-                f"{type(self).__name__}: input must have {self.output_channels} channels, got {input.shape[1]}"
-            )
+        channels, expected = input.shape[1], self.output_channels
+        check_that(channels == expected, type(self).__name__, "input", "have {} channels", channels, expected)
         straight = super().forward(input, rois).flatten(1)
         offset = self.offset_fc(straight).view(-1, 2, *self.output_size)
         return super().forward(input, rois, offset), straight

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import integer_table, widened
+from ._arguments import check_that, integer_table, widened
 from ._declared import declared
 
 __all__ = [
@@ -144,19 +144,19 @@ def feature_maps_format(feature_maps: Sequence[Any], inverse: bool = False) -> l
 
 
 def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
-    if len(feature_maps) == 0:
-        raise ValueError("feature_maps_format: feature_maps must hold at least one map, got none")
+    op = "feature_maps_format"
+    check_that(len(feature_maps) > 0, op, "feature_maps", "hold at least one map", "none")
     groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
     flat, shapes = [], []
     for maps in groups:
-        if len(maps) == 0 or maps[0].dim() != 5:
-            found = list(maps[0].shape) if len(maps) else "none"
-            raise ValueError(f"feature_maps_format: each level must be [B, V, C, H, W], got {found}")
+        first_map = maps[0] if len(maps) else "none"
+        are_maps = len(maps) > 0 and maps[0].dim() == 5
+        check_that(are_maps, op, "each level", "be [B, V, C, H, W]", first_map)
         B, V, C = maps[0].shape[:3]
         first = groups[0][0].shape
         if len(maps) != len(groups[0]) or (first[0], first[2]) != (B, C):
             raise ValueError(
-                f"feature_maps_format: each group must have {len(groups[0])} levels [{first[0]}, V, {first[2]}, H, W] "
+                f"{op}: each group must have {len(groups[0])} levels [{first[0]}, V, {first[2]}, H, W] "
                 f"as the first group has, got {len(maps)} like {list(maps[0].shape)}"
             )
         # Maps that have their channels last in memory are read and written in the order in which they lie there.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import check_that, computation_dtype
 from ._declared import declared
 from ._library import kernel_device
 from .deformable_aggregation import _deformable_aggregation, as_tables, deformable_aggregation_reference
@@ -103,8 +103,8 @@ def deformable_aggregation_fused(
     expected = [B, Q, projection.shape[1], *logits.shape[-3:-2], P, *logits.shape[-1:]]
     if camera_logits.dim() == 5:
         expected = [B, Q, *camera_logits.shape[2:]]
-    if list(logits.shape) != expected:
-        raise ValueError(f"deformable_aggregation_fused: logits must be {expected}, got {list(logits.shape)}")
+    fits = list(logits.shape) == expected
+    check_that(fits, "deformable_aggregation_fused", "logits", "be {}", logits, expected)
     is_finite = points.isfinite().all(-1)[..., None]
     locations, weights = locations_and_weights(torch.where(is_finite, points, 0), *given)
     locations = torch.where(is_finite[..., None], locations, -1.0)

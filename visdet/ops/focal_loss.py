@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype, is_index, widened
+from ._arguments import check_that, computation_dtype, is_index, widened
 from ._declared import declared
 from ._modules import OperatorModule
 
@@ -119,8 +119,7 @@ def softmax_focal_loss(
     target = target.long()
     logits = widened(input, input)
     C = logits.shape[1]
-    if C == 0:
-        raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
+    check_that(C > 0, "softmax_focal_loss", "input", "have at least one class", input)
     is_class = is_index(target, C)
     logits = logits.masked_fill(~is_class[:, None], 0.0)  # their gradient is 0, whatever stands in the row
     log_p = -F.cross_entropy(logits, target.clamp(0, C - 1), reduction="none")

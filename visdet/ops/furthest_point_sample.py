@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import constant
+from ._arguments import check_that, constant
 from ._declared import declared
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
@@ -60,8 +60,7 @@ def furthest_point_sample_with_dist(
 
 
 def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor:
-    if num_points > 0 and points.shape[1] == 0:
-        raise ValueError(f"{op}: num_points must be 0 for 0 points, got {num_points}")
+    check_that(num_points == 0 or points.shape[1] > 0, op, "num_points", "be 0 for 0 points", num_points)
     return _furthest_point_sample(constant(points, points), num_points, is_table)
 
 

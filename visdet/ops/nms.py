@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import as_tensor, check_numbers, constant, widened
+from ._arguments import as_tensor, check_numbers, check_that, constant, widened
 from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -102,8 +102,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     check_numbers("nms_match", "dets", table, "real")
     if table.dim() and table.shape[0] == 0:
         return []
-    if table.dim() != 2 or table.shape[1] != 5:
-        raise ValueError(f"nms_match: dets must be [N, 5], got {list(table.shape)}")
+    check_that(table.dim() == 2 and table.shape[1] == 5, "nms_match", "dets", "be [N, 5]", table)
     table = widened(table.cpu(), table)
     boxes, scores = table[:, :4], table[:, 4]
     threshold = table.new_tensor(iou_threshold)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import constant, places_in_groups
+from ._arguments import check_that, constant, places_in_groups
 from ._declared import declared
 
 __all__ = [
@@ -172,8 +172,9 @@ def stack_ball_query(
 def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor) -> list[int]:
     """Return the numbers of rows of each cloud as a list."""
     sizes = batch_cnt.tolist()
-    if sum(sizes) != len(rows) or min(sizes, default=0) < 0:
-        raise ValueError(f"{op}: {name}_batch_cnt must add up to the {len(rows)} rows of {name}, got {sizes}")
+    count, fits = len(rows), min(sizes, default=0) >= 0
+    fits = fits and sum(sizes) == count
+    check_that(fits, op, f"{name}_batch_cnt", "add up to the {} rows of {}", sizes, count, name)
     return sizes
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import computation_dtype
+from ._arguments import check_that, computation_dtype
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -68,8 +68,7 @@ def soft_nms(
     Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
     boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores)
-    if method == "gaussian" and not sigma > 0:
-        raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
+    check_that(method != "gaussian" or sigma > 0, "soft_nms", "sigma", "be positive", sigma)
     dtype, given = (
         torch.promote_types(computation_dtype(boxes), scores.dtype),
         torch.promote_types(boxes.dtype, scores.dtype),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import check_that
 from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
@@ -69,12 +70,11 @@ def batch_norm_add_relu(
     """
     if not _serves(input, residual, weight, bias, running_mean, running_var):
         op = "batch_norm_add_relu"
-        if not is_traced() and input.numel() == input.shape[1]:
-            raise ValueError(f"{op}: input must have more than 1 value per channel, got {list(input.shape)}")
-        if residual is not None and residual.dtype != input.dtype:
-            raise ValueError(
-                f"{op}: residual must have the type of input {input.dtype}, got {residual.dtype}"
-            )
+        has_several = is_traced() or input.numel() != input.shape[1]
+        check_that(has_several, op, "input", "have more than 1 value per channel", input)
+        if residual is not None:
+            given, dtype = residual.dtype, input.dtype
+            check_that(given == dtype, op, "residual", "have the type of input {}", given, dtype)
         if (running_mean is None) != (running_var is None):
             raise ValueError(f"{op}: running_mean and running_var must be given together")
         if num_batches_tracked is not None:

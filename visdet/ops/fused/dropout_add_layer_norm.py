@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import check_that
 from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
@@ -65,10 +66,8 @@ def dropout_add_layer_norm(
     ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
     """
     if not _serves_norm(input, residual, weight, bias):
-        if input.shape[-1] == 0:
-            raise ValueError(
-                f"dropout_add_layer_norm: input must have at least 1 channel, got {list(input.shape)}"
-            )
+        has_channel = input.shape[-1] > 0
+        check_that(has_channel, "dropout_add_layer_norm", "input", "have at least 1 channel", input)
         activated = F.relu(input) if relu else input
         dropped = F.dropout(activated, p) if p > 0 else activated
         return F.layer_norm(

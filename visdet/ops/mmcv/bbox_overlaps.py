@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import empty_sum, widened
+from .._arguments import check_that, empty_sum, widened
 from .._declared import declared
 from ..nms import areas_of
 
@@ -40,11 +40,11 @@ def bbox_overlaps(
     Source: The signature is mmcv's.
     """
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
-        if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
-            raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
+        are_boxes = boxes.dim() > 0 and (boxes.shape[0] == 0 or boxes.shape[1:] == (4,))
+        check_that(are_boxes, "bbox_overlaps", name, "be [N, 4]", boxes)
     M, N = bboxes1.shape[0], bboxes2.shape[0]
-    if aligned and M != N:
-        raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")
+    expected = "be [{}, 4] as bboxes1 where aligned"
+    check_that(not aligned or M == N, "bbox_overlaps", "bboxes2", expected, bboxes2, M)
     given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
     if M * N == 0:
         nothing = empty_sum(bboxes1, bboxes2).to(given)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import pair
+from .._arguments import check_that, pair
 from .._renamed import renamed_arguments
 from ..deform_conv2d import Pair, deform_conv2d
 from ..modulated_deform_conv2d import modulated_deform_conv2d
@@ -40,10 +40,8 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if channels % groups:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must divide by groups {groups}, got {channels}"
-                )
+            divides = channels % groups == 0
+            check_that(divides, type(self).__name__, name, "divide by groups {}", channels, groups)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size = pair(kernel_size)
         self.stride, self.padding, self.dilation = pair(stride), pair(padding), pair(dilation)
@@ -76,8 +74,7 @@ class DeformConv2d(_Layer):
         bias: bool = False,
         im2col_step: int = 32,
     ) -> None:
-        if bias:
-            raise ValueError(f"DeformConv2d: bias must be False, got {bias!r}")
+        check_that(not bias, "DeformConv2d", "bias", "be False", bias)
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, deform_groups
         )

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, widened
+from .._arguments import check_layout, check_that, widened
 from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
@@ -116,11 +116,9 @@ def upfirdn2d(
     B, C, H, W = input.shape
     spread = functional.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
     padded = functional.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
-    if padded.shape[2] < filter.shape[0] or padded.shape[3] < filter.shape[1]:
-        raise ValueError(
-            f"upfirdn2d: filter must not be larger than the padded map {list(padded.shape[2:])}, got "
-            f"{list(filter.shape)}"
-        )
+    (FH, FW), (height, width) = filter.shape, padded.shape[2:]
+    fits, expected = height >= FH and width >= FW, "not be larger than the padded map {}"
+    check_that(fits, "upfirdn2d", "filter", expected, filter, [height, width])
     taps = widened(filter, input) * gain
     taps = taps if flip_filter else taps.flip(0, 1)
     # Steps beyond the map are one, and torch 2.14 crashes or hangs on some of them.

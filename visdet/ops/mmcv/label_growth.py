@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import is_index
+from .._arguments import check_that, is_index
 from .._declared import declared
 
 __all__ = ["contour_expand", "pixel_group"]
@@ -70,11 +70,9 @@ def pixel_group(
     """
     W = score.shape[1]
     labels = kernel_label.flatten().long().clamp(min=0)
-    if len(labels) and int(labels.max()) >= kernel_region_num:
-        raise ValueError(
-            f"pixel_group: kernel_label must be below kernel_region_num {kernel_region_num}, got "
-            f"{int(labels.max())}"
-        )
+    if len(labels):
+        most, expected = int(labels.max()), "be below kernel_region_num {}"
+        check_that(most < kernel_region_num, "pixel_group", "kernel_label", expected, most, kernel_region_num)
     values = embedding.flatten(0, 1).float()
     sums = values.new_zeros(kernel_region_num, values.shape[1]).index_add(0, labels, values)
     means = sums / labels.bincount(minlength=kernel_region_num)[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import constant, widened
+from .._arguments import check_that, constant, widened
 from .._declared import declared
 from ..gaussian_field import space_order
 
@@ -231,8 +231,7 @@ def _of_each(op: str, means3D: Tensor, beside: Tensor, **numbers: Tensor) -> lis
     """Return the numbers [G] of each Gaussian, which may be [G, 1]."""
     G = means3D.shape[0]
     for name, given in numbers.items():
-        if given.numel() != G:
-            raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
+        check_that(given.numel() == G, op, name, "be [{}]", given, G)
     return [widened(given.flatten(), beside) for given in numbers.values()]
 
 
@@ -259,8 +258,7 @@ def _sums(
     """Return the sums of the kernels. form: [G, 9] of Gaussians, or [G, 11] of superquadrics. values: [G, C]."""
     pts, points_int, means3D, means3D_int, radii = places
     G = means3D.shape[0]
-    if radii.shape not in ((G,), (G, 3)):
-        raise ValueError(f"{op}: radii must be [{G}], got {list(radii.shape)}")
+    check_that(radii.shape in ((G,), (G, 3)), op, "radii", "be [{}]", radii, G)
     voxels, cells, reach = (constant(tensor, values) for tensor in (points_int, means3D_int, radii))
     reach = reach if reach.dim() == 2 else reach[:, None]
     # Boxes of Gaussians end where the grid does, so that points outside it are in none.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, is_index, widened
+from .._arguments import check_layout, check_that, is_index, widened
 from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
@@ -100,8 +100,8 @@ def correlation(
     other = torch.nn.functional.pad(widened(input2, input1), edges)
     H, W = one.shape[2:]
     window = [distance * (count - 1) + 1 for count, distance in zip(kernel_size, dilation, strict=True)]
-    if window[0] > H or window[1] > W:
-        raise ValueError(f"correlation: input1 must hold a window of {window} with its padding, got {[H, W]}")
+    fits, expected = window[0] <= H and window[1] <= W, "hold a window of {} with its padding"
+    check_that(fits, "correlation", "input1", expected, [H, W], window)
     ones = one.new_ones(1, 1, *kernel_size)
     stride = min(stride[0], H), min(stride[1], W)  # as in upfirdn2d
     rows = []
@@ -139,9 +139,9 @@ def tin_shift(
     Source: Paper "Temporal Interlacing Network" (Shao et al.). The signature is mmcv's.
     """
     B, T, C, S = input.shape
-    if shift.shape[1] == 0 or C % shift.shape[1]:
-        raise ValueError(f"tin_shift: C must be a multiple of the {shift.shape[1]} groups of shift, got {C}")
-    by = shift.long().repeat_interleave(C // shift.shape[1], 1)[:, None]  # [B, 1, C]
+    G = shift.shape[1]
+    check_that(G > 0 and C % G == 0, "tin_shift", "C", "be a multiple of the {} groups of shift", C, G)
+    by = shift.long().repeat_interleave(C // G, 1)[:, None]  # [B, 1, C]
     frame = torch.arange(T, device=input.device)[:, None] - by
     is_inside = is_index(frame, T)[..., None]
     source = frame.clamp(0, max(T - 1, 0))[..., None].expand(B, T, C, S)

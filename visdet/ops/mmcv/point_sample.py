@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import empty_sum, pair, widened
+from .._arguments import check_that, empty_sum, pair, widened
 from .._declared import declared
 from .._roi_sampling import MAP, UPRIGHT
 from ..tracing import is_traced, recorded_as_one
@@ -41,10 +41,7 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
     """Return ``grid_sample`` after making all coordinates finite. At others, torch's CPU kernel reads stray memory."""
     if im.dim() == 4 and 0 in im.shape[2:]:
         padding = kwargs.get("padding_mode", "zeros")
-        if padding != "zeros":
-            raise ValueError(
-                f"{op}: input must have pixels where padding_mode is {padding!r}, got {list(im.shape)}"
-            )
+        check_that(padding == "zeros", op, "input", "have pixels where padding_mode is {!r}", im, padding)
         im = F.pad(im, (0, 1, 0, 1))  # torch refuses maps without pixels
     dtype, is_widened = im.dtype, _needs_float32(im)
     if is_widened:
@@ -118,10 +115,8 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
-    if rois.shape[1] not in (4, 5):
-        raise ValueError(
-            f"rel_roi_point_to_abs_img_point: rois must be [N, 4] or [N, 5], got {list(rois.shape)}"
-        )
+    has_corners = rois.shape[1] in (4, 5)
+    check_that(has_corners, "rel_roi_point_to_abs_img_point", "rois", "be [N, 4] or [N, 5]", rois)
     corners = rois[:, -4:]
     return rel_roi_points * (corners[:, None, 2:] - corners[:, None, :2]) + corners[:, None, :2]
 
@@ -183,11 +178,8 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
     Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
     fits = points.dim() in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
-    if input.dim() == 4 and not fits:
-        raise ValueError(
-            f"point_sample: points must be [B, P, 2] or [B, Hg, Wg, 2] for input {list(input.shape)}, "
-            f"got {list(points.shape)}"
-        )
+    expected = "be [B, P, 2] or [B, Hg, Wg, 2] for input {}"
+    check_that(input.dim() != 4 or fits, "point_sample", "points", expected, points, list(input.shape))
     points = points.float() if _needs_float32(input) else points
     grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
     samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)

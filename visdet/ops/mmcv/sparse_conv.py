@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype, empty_sum, is_index, places_in_groups
+from .._arguments import check_layout, check_that, computation_dtype, empty_sum, is_index, places_in_groups
 from .._declared import check_indices, declared
 from .voxels import keys_of_rows, rows_of_keys
 
@@ -80,10 +80,9 @@ def get_indice_pairs(
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]
     N, K = len(indices), math.prod(ksize)
-    if K > MOST_TAPS:
-        raise ValueError(f"get_indice_pairs: ksize must have at most {MOST_TAPS} taps, got {ksize}")
-    if N and int(indices.amin()) < 0:
-        raise ValueError(f"get_indice_pairs: indices must be 0 or more, got {int(indices.amin())}")
+    check_that(K <= MOST_TAPS, "get_indice_pairs", "ksize", "have at most {} taps", ksize, MOST_TAPS)
+    least = int(indices.amin()) if N else 0
+    check_that(least >= 0, "get_indice_pairs", "indices", "be 0 or more", least)
     image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
     taps = itertools.product(*([i * gap for i in range(n)] for n, gap in zip(ksize, dilation, strict=True)))
     tap = torch.tensor(list(taps), dtype=torch.int64, device=indices.device).view(K, D).T[:, :, None]
@@ -121,10 +120,11 @@ def _of_each_tap(
 ) -> list[tuple[int, Tensor, Tensor]]:
     """Return the tap, the inputs and the outputs of each tap that has pairs."""
     numbers, wide = counts.tolist(), pairs.long()
-    if any(not 0 <= number <= pairs.shape[2] for number in numbers):
-        raise ValueError(f"indice_conv: indice_pair_num must be in 0..{pairs.shape[2]}, got {numbers}")
+    P = pairs.shape[2]
+    fits = all(0 <= number <= P for number in numbers)
+    check_that(fits, "indice_conv", "indice_pair_num", "be in 0..{}", numbers, P)
     source, target = (1, 0) if inverse else (0, 1)
-    counts_pair = torch.arange(pairs.shape[2], device=pairs.device) < counts[:, None]
+    counts_pair = torch.arange(P, device=pairs.device) < counts[:, None]
     check_indices("indice_conv", "indice_pairs", wide[:, source][counts_pair], inputs, "inputs and outputs")
     check_indices("indice_conv", "indice_pairs", wide[:, target][counts_pair], outputs, "inputs and outputs")
     return [(k, wide[k, source, :n], wide[k, target, :n]) for k, n in enumerate(numbers) if n > 0]
@@ -181,10 +181,8 @@ def indice_conv(
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
     K, C = len(pairs), features.shape[1]
-    if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() < K:
-        raise ValueError(
-            f"indice_conv: filters must be [*ksize, {C}, O] with {K} taps, got {list(filters.shape)}"
-        )
+    fits = filters.dim() >= 3 and filters.shape[-2] == C and filters.shape[:-2].numel() >= K
+    check_that(fits, "indice_conv", "filters", "be [*ksize, {}, O] with {} taps", filters, C, K)
     return filters.flatten(0, -3)[:K].to(features)
 
 

@@ -10,6 +10,7 @@ from .. import _registration
 from .._arguments import (
     check_layout,
     check_numbers,
+    check_that,
     computation_dtype,
     constant,
     is_index,
@@ -59,8 +60,8 @@ def dynamic_voxelize(
 
     Source: The signature is mmcv's.
     """
-    if points.dim() != 2 or points.shape[1] < ndim:
-        raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
+    fits = points.dim() == 2 and points.shape[1] >= ndim
+    check_that(fits, "dynamic_voxelize", "points", "be [N, {} or more]", points, ndim)
     dtype, device = computation_dtype(points), points.device
     size, corners = (
         torch.as_tensor(given, dtype=dtype, device=device).detach() for given in (voxel_size, coors_range)
@@ -174,8 +175,7 @@ def scatter_to_voxels(
     feats: Tensor, coors: Tensor, reduce_type: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M, C], [M, D], [N] int32, [M] int32
     """Return what ``dynamic_scatter`` returns, each point's voxel or -1, and the number of points of each voxel."""
-    if not coors.shape[1]:
-        raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
+    check_that(coors.shape[1] > 0, "dynamic_scatter", "coors", "have a column", coors)
     if reduce_type == "mean":
         check_numbers("dynamic_scatter", "feats", feats, "floating")
     inside = (coors >= 0).all(1).nonzero()[:, 0]
