@@ -1,7 +1,8 @@
-"""Polygons in plain Python, and derivatives by differences, for references that share no code with the operators."""
+"""Polygons of complex numbers, and derivatives by differences, for references that share no code with the operators."""
 
+import cmath
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ __all__ = [
     "points_of",
     "rectangle",
     "shared",
+    "sides",
     "touches",
 ]
 
-Points = list[tuple[float, ...]]
+Points = list[complex]
 IS_NAN = 7.0  # what stands for a NaN that is promised, because other NaN of a reference is not compared
 STEP = 1e-6  # of the differences
 KINK = 1e-4  # Derivatives of both sides that differ by more, of the largest one or of 1, are those of a kink.
@@ -30,24 +32,28 @@ KINK = 1e-4  # Derivatives of both sides that differ by more, of the largest one
 
 def points_of(numbers: Sequence[float]) -> Points:
     """Return the points (x, y) of x1, y1, x2, y2, and so on."""
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+    return [complex(x, y) for x, y in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
 def rectangle(x: float, y: float, w: float, h: float, angle: float) -> Points:
     """Return the corners of a rotated box. A negative side counts as 0."""
-    cos, sin, w, h = math.cos(angle), math.sin(angle), max(w, 0) / 2, max(h, 0) / 2
-    signs = ((-1, -1), (1, -1), (1, 1), (-1, 1))
-    return [(x + i * w * cos - j * h * sin, y + i * w * sin + j * h * cos) for i, j in signs]
+    corner = complex(max(w, 0), max(h, 0)) / 2
+    other = corner.conjugate()
+    return [complex(x, y) + one * cmath.rect(1, angle) for one in (-corner, other, corner, -other)]
 
 
-def cross(o: Sequence[float], a: Sequence[float], b: Sequence[float]) -> float:
-    return (a[0] - o[0]) * (b[1] - o[1]) - (a[1] - o[1]) * (b[0] - o[0])
+def sides(polygon: Points) -> Iterator[tuple[complex, complex]]:
+    return zip(polygon, polygon[1:] + polygon[:1], strict=True)
+
+
+def cross(o: complex, a: complex, b: complex) -> float:
+    return ((a - o).conjugate() * (b - o)).imag
 
 
 def hull(points: Points) -> Points:
     """Return the convex hull by the monotone chain, from x towards y."""
     chain: Points = []
-    points = sorted(set(points))
+    points = sorted(set(points), key=lambda point: (point.real, point.imag))
     for part in (points, points[::-1]):
         side: Points = []
         for point in part:
@@ -60,7 +66,7 @@ def hull(points: Points) -> Points:
 
 def area(polygon: Points) -> float:
     """Return the area, negative if the polygon turns from y towards x."""
-    return sum(cross(polygon[0], a, b) for a, b in zip(polygon, polygon[1:] + polygon[:1], strict=True)) / 2
+    return sum(cross(polygon[0], a, b) for a, b in sides(polygon)) / 2
 
 
 def shared(polygon: Points, convex: Points) -> float:
@@ -68,14 +74,14 @@ def shared(polygon: Points, convex: Points) -> float:
     convex = convex if area(convex) > 0 else convex[::-1]
     if area(convex) == 0:
         return 0.0
-    for a, b in zip(convex, convex[1:] + convex[:1], strict=True):
+    for a, b in sides(convex):
         cut: Points = []
-        for p, q in zip(polygon, polygon[1:] + polygon[:1], strict=True):
+        for p, q in sides(polygon):
             sp, sq = cross(a, b, p), cross(a, b, q)
             if sp >= 0:
                 cut.append(p)
             if (sp > 0 > sq) or (sp < 0 < sq):
-                cut.append(tuple(p[i] + sp / (sp - sq) * (q[i] - p[i]) for i in range(2)))
+                cut.append(p + sp / (sp - sq) * (q - p))
         polygon = cut
         if not polygon:
             return 0.0
@@ -97,9 +103,9 @@ def touches(points: Points, polygon: Points) -> bool:
     if any(points.count(corner) > 1 for corner in one):
         return True
     for corners, others in ((one, polygon), (polygon, one)):
-        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
-            length = math.dist(a, b)
-            if any(math.dist(a, p) + math.dist(p, b) < length + 1e-9 * (1 + length) for p in others):
+        for a, b in sides(corners):
+            length = abs(b - a)
+            if any(abs(p - a) + abs(b - p) < length + 1e-9 * (1 + length) for p in others):
                 return True
     return False
 

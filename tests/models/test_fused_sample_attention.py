@@ -32,25 +32,20 @@ def inputs(dtype=torch.float64):
 
 
 def written_out(attention, query, images, samples, depths, sample_mask=None):
-    """The attention with keys, one head, one sample after the other."""
+    """The attention with keys."""
     sampled = F.grid_sample(images, samples, align_corners=False).permute(0, 2, 3, 1)  # [B, Q, D, C]
     queries = attention.query_proj(query).view(B, Q, G, C)
-    sums = []
-    for head in range(G):
-        scores = (sampled * queries[:, :, None, head]).sum(-1)
-        if attention.num_octaves:
-            inside = F.grid_sample(torch.ones_like(images[:, :1]), samples, align_corners=False)[:, 0]
-            key = attention.depth_key
-            depth_keys = sampled @ key.weight[:, :, 0, 0].T + inside[..., None] * key.bias
-            for octave in range(attention.num_octaves):
-                angle = 2 * math.pi * 2**octave * depths
-                scores = scores + depth_keys[..., 2 * octave] * angle.sin()
-                scores = scores + depth_keys[..., 2 * octave + 1] * angle.cos()
-        scores = scores / math.sqrt(C)
-        if sample_mask is not None:
-            scores = scores.masked_fill(sample_mask, -math.inf)
-        sums.append((scores.softmax(-1)[..., None] * sampled).sum(2))
-    return attention.output_proj(torch.cat(sums, dim=-1)) + query
+    scores = torch.einsum("bqgc,bqdc->gbqd", queries, sampled)
+    if attention.num_octaves:
+        depth_keys = F.grid_sample(attention.depth_key(images), samples, align_corners=False)
+        for octave, keys in enumerate(depth_keys.split(2, 1)):
+            angle = 2 * math.pi * 2**octave * depths
+            scores = scores + keys[:, 0] * angle.sin() + keys[:, 1] * angle.cos()
+    scores = scores / math.sqrt(C)
+    if sample_mask is not None:
+        scores = scores.masked_fill(sample_mask, -math.inf)
+    sums = torch.einsum("gbqd,bqdc->bqgc", scores.softmax(-1), sampled)
+    return attention.output_proj(sums.flatten(2)) + query
 
 
 @pytest.mark.parametrize("num_octaves", [0, 2])

@@ -19,6 +19,7 @@ from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
 WHWH = torch.tensor([[[96.0, 64.0, 96.0, 64.0]]])
+TURNED_WHWH = WHWH.roll(1, -1)
 CODER = RotatedBoxCoder()
 LOSSES = {
     "l1": {"type": "RotatedL1Loss"},
@@ -80,14 +81,12 @@ def test_denoising_moves_sides_in_the_direction_of_the_box():
     shift[..., 4] = 0
     upright = torch.cat((boxes[..., :4], torch.zeros(1, 9, 1)), -1)
     coder = UprightBoxCoder()
-    expected = coder.to_pixels(
-        coder.jittered(cxcywh_to_xyxy(boxes[..., :4]), shift[..., :4], WHWH), WHWH
-    )  # none leaves the image
+    expected = coder.jittered(cxcywh_to_xyxy(boxes[..., :4]), shift[..., :4], WHWH)  # none leaves the image
     moved = CODER.to_pixels(CODER.jittered(upright, shift, WHWH), WHWH)
-    torch.testing.assert_close(cxcywh_to_xyxy(moved[..., :4]), expected)
-    right = CODER.jittered(turned_right(boxes), shift, WHWH[..., [1, 0, 1, 0]])
+    torch.testing.assert_close(cxcywh_to_xyxy(moved[..., :4]), coder.to_pixels(expected, WHWH))
+    right = CODER.jittered(turned_right(boxes), shift, TURNED_WHWH)
     as_before = turned_right(CODER.to_pixels(CODER.jittered(boxes, shift, WHWH), WHWH))
-    torch.testing.assert_close(CODER.to_pixels(right, WHWH[..., [1, 0, 1, 0]]), as_before)
+    torch.testing.assert_close(CODER.to_pixels(right, TURNED_WHWH), as_before)
     shift[..., 4] = 0.5
     more = CODER.jittered(boxes, shift, WHWH)[..., 4] - boxes[..., 4]
     torch.testing.assert_close(more, torch.full_like(more, math.pi / 8))
@@ -105,36 +104,39 @@ def test_attention_turns_with_its_reference():
     def attended(maps, boxes):
         flat = torch.cat([level.flatten(2).transpose(1, 2) for level in maps], 1)
         sizes = torch.tensor([level.shape[-2:] for level in maps])
-        return attention(query, value=flat, reference_points=boxes, spatial_shapes=sizes)
+        return attention(
+            query,
+            value=flat,
+            reference_points=boxes.unsqueeze(2).expand(-1, -1, 2, -1),
+            spatial_shapes=sizes,
+        )
 
     boxes = CODER.to_unit(drawn(1, 6), WHWH)
-    whwh = WHWH[..., [1, 0, 1, 0]]
-    right = CODER.to_unit(turned_right(CODER.to_pixels(boxes, WHWH)), whwh)
-    found = attended([level.rot90(-1, (2, 3)) for level in maps], right.unsqueeze(2).expand(-1, -1, 2, -1))
-    torch.testing.assert_close(found, attended(maps, boxes.unsqueeze(2).expand(-1, -1, 2, -1)))
+    right = CODER.to_unit(turned_right(CODER.to_pixels(boxes, WHWH)), TURNED_WHWH)
+    found = attended([level.rot90(-1, (2, 3)) for level in maps], right)
+    torch.testing.assert_close(found, attended(maps, boxes))
     boxes[..., 4] = 0
     upright = UprightBoxCoder().to_unit(cxcywh_to_xyxy(CODER.to_pixels(boxes, WHWH)[..., :4]), WHWH)
-    found = attended(maps, boxes.unsqueeze(2).expand(-1, -1, 2, -1))
-    torch.testing.assert_close(found, attended(maps, upright.unsqueeze(2)))
+    torch.testing.assert_close(attended(maps, boxes), attended(maps, upright))
 
 
 def test_gaussian_distances_by_matrices():
     torch.manual_seed(0)
     pred, target = drawn(8).double(), drawn(8).double()
 
-    def gaussians(boxes, variance_of_side):
-        cos, sin = boxes[:, 4].cos(), boxes[:, 4].sin()
-        axes = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)
-        spread = axes @ torch.diag_embed(variance_of_side * boxes[:, 2:4].square()) @ axes.mT
-        return MultivariateNormal(boxes[:, :2], spread)
+    def spread(
+        boxes,
+    ):  # The squares of the distances of the four corners from the middle add up to those of the sides.
+        corners = boxes_to_polygons(boxes) - boxes[:, None, :2]
+        return corners.mT @ corners
 
-    p, q = gaussians(pred, 1 / 4), gaussians(target, 1 / 4)
+    p, q = (MultivariateNormal(boxes[:, :2], spread(boxes) / 4) for boxes in (pred, target))
     expected = 1 - 1 / (1 + kl_divergence(q, p).log1p())
     torch.testing.assert_close(loss_of("kld", pred, target), expected)
-    p, q = gaussians(pred, 1 / 12), gaussians(target, 1 / 12)
-    middle, shift = (p.covariance_matrix + q.covariance_matrix) / 2, p.mean - q.mean
+    one, other, shift = spread(pred) / 12, spread(target) / 12, (pred - target)[:, :2]
+    middle = (one + other) / 2
     distance = (shift * torch.linalg.solve(middle, shift)).sum(-1) / 8
-    distance += (middle.logdet() - (p.covariance_matrix.logdet() + q.covariance_matrix.logdet()) / 2) / 2
+    distance += (middle.logdet() - (one.logdet() + other.logdet()) / 2) / 2
     torch.testing.assert_close(loss_of("probiou", pred, target), (1 - (-distance).exp()).sqrt())
 
 
@@ -165,7 +167,7 @@ def test_a_quarter_turn_of_everything_changes_no_loss(name):
     torch.manual_seed(0)
     pred, target = drawn(1, 20), drawn(1, 20)
     expected = loss_of(name, pred, target)
-    right = loss_of(name, turned_right(pred), turned_right(target), WHWH[..., [1, 0, 1, 0]])
+    right = loss_of(name, turned_right(pred), turned_right(target), TURNED_WHWH)
     if name == "l1":  # sin and cos of twice the angle change their signs only
         expected, right = expected.sum(), right.sum()
     torch.testing.assert_close(right, expected)

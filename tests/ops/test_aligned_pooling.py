@@ -77,28 +77,26 @@ def _samples_between(
     bezier: Tensor, size: tuple[int, int], scale: float, ratio: int, aligned: bool
 ) -> tuple[Tensor, Tensor]:  # [PH, PW, down, across] each
     """Return y and x of the samples of one region."""
-    points = bezier[1:].double().view(8, 2) * scale
+    upper, lower = (bezier[1:].double() * scale).view(2, 4, 1, 2)
+    lower = lower.flip(0)
 
-    def at(curve: Tensor, u: float) -> Tensor:  # by de Casteljau's construction
+    def at(curve: Tensor, u: Tensor) -> Tensor:  # by de Casteljau's construction
         while len(curve) > 1:
             curve = curve[:-1] + u * (curve[1:] - curve[:-1])
         return curve[0]
 
-    upper, lower = points[:4], points[4:].flip(0)
-    sides = torch.maximum((upper[0] - upper[3]).abs(), (lower[0] - lower[3]).abs()).tolist()
-    w, h = (side if aligned else max(side, 1) for side in sides)
-    (PH, PW), bins = size, (h / size[0], w / size[1])
-    counts = [ratio if ratio > 0 else math.ceil(extent) for extent in bins]
-    inside = [
-        ((torch.arange(n, device=bezier.device).double() + 0.5) / max(n, 1) - 0.5) * extent
-        for n, extent in zip(counts, bins, strict=True)
-    ]
-    rows = []
-    for i in range(PH):
-        for j in range(PW):
-            x, y = (at(upper, j / PW) * (1 - i / PH) + at(lower, j / PW) * (i / PH) - 0.5 * aligned).unbind(0)
-            rows.append([p.expand(*counts) for p in (y + inside[0][:, None], x + inside[1])])
-    return tuple(torch.stack(one).view(PH, PW, *counts) for one in zip(*rows, strict=True))  # type: ignore[return-value]
+    w, h = torch.maximum((upper[0] - upper[3]).abs(), (lower[0] - lower[3]).abs()).flatten().tolist()
+    parts, inside = [], []
+    for bins, side in zip(size, (h, w), strict=True):
+        extent = (side if aligned else max(side, 1)) / bins
+        parts.append(torch.arange(bins, device=bezier.device).double()[:, None] / bins)
+        count = ratio if ratio > 0 else math.ceil(extent)
+        steps = torch.arange(count, device=bezier.device).double() + 0.5
+        inside.append((steps / max(count, 1) - 0.5) * extent)
+    down, across = parts[0][:, None], parts[1]
+    places = at(upper, across) * (1 - down) + at(lower, across) * down - 0.5 * aligned
+    x, y = places[..., None, None].unbind(2)
+    return torch.broadcast_tensors(y + inside[0][:, None], x + inside[1])
 
 
 def _draw_curves(draw: Draw) -> Problem:

@@ -233,7 +233,8 @@ def rotated_boxes(N, seed=0, side=6.0):
 
 def corners_of(boxes):
     """Return the corners [N, 8]."""
-    return torch.tensor([rectangle(*box) for box in boxes.tolist()], dtype=torch.float64).reshape(-1, 8)
+    corners = torch.tensor([rectangle(*box) for box in boxes.tolist()], dtype=torch.complex128)
+    return torch.view_as_real(corners).reshape(-1, 8)
 
 
 OCTAGON = 2 * (math.sqrt(2) - 1)  # what a unit square shares with itself turned by 45 degrees

@@ -1,10 +1,12 @@
 """Convex hulls of point sets, their overlaps and smallest boxes, points in polygons, chamfer distances, and the
 differentiable overlap of rotated boxes, beside slow computations in plain Python."""
 
+import cmath
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from tests.fuzz.polygons import (
     points_of,
     rectangle,
     shared,
+    sides,
     touches,
 )
 from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, nothing, rand, wide_of, wrong_places
@@ -78,7 +81,7 @@ def _quadrilaterals(draw: Draw, N: int, like: Tensor | None = None) -> Tensor:  
     if draw.chance(0.3):
         center, sides, angle = center.round(), sides.round(), (angle * 2 / math.pi).round() * math.pi / 2
     rows = [rectangle(*numbers) for numbers in torch.cat([center, sides, angle], 1).tolist()]
-    corners = torch.tensor(rows, dtype=torch.float64).view(N, 4, 2)
+    corners = torch.view_as_real(torch.tensor(rows, dtype=torch.complex128).view(N, 4))
     if draw.chance(0.2):
         corners[:, 2] = center + (corners[:, 0] - center) * draw.random.uniform(0, 0.8)
     if draw.chance(0.5):
@@ -151,18 +154,15 @@ def _draw_least(draw: Draw) -> Problem:
 def _least_box(points: Points) -> list[float]:
     """Return the corners by trying all edges of the hull. NaN stands for a choice that depends on rounding."""
     corners = hull(points)
-    first = corners.index(min(corners, key=lambda point: (point[1], point[0])))
-    corners = corners[first:] + corners[:first]
+    first = corners.index(min(corners, key=lambda point: (point.imag, point.real)))
     found = []
-    for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
-        angle = math.atan2(b[1] - a[1], b[0] - a[0]) % (math.pi / 2)
-        cos, sin = math.cos(angle), math.sin(angle)
-        along = [x * cos + y * sin for x, y in corners]
-        across = [y * cos - x * sin for x, y in corners]
-        ends = max(along), min(along), min(across), max(across)
-        box = [(ends[i], ends[j]) for i, j in ((0, 2), (1, 2), (1, 3), (0, 3))]
-        turned = [number for u, v in box for number in (u * cos - v * sin, u * sin + v * cos)]
-        found.append(((ends[0] - ends[1]) * (ends[3] - ends[2]), turned))
+    for a, b in sides(corners[first:] + corners[:first]):
+        turn = cmath.rect(1, cmath.phase(b - a) % (math.pi / 2))
+        across = np.array(corners) / turn
+        x, y = across.real, across.imag
+        w, h = np.ptp(x), 1j * np.ptp(y)
+        box = turn * (x.min() + 1j * y.min() + np.array([w, 0, h, w + h]))
+        found.append((abs(w * h), box.view(float).tolist()))
     least = min(size for size, _ in found)
     if any(least * (1 + 1e-7) < size < least * (1 + 1e-5) for size, _ in found):
         return [math.nan] * 8
@@ -194,15 +194,15 @@ def _draw_inside(draw: Draw) -> Problem:
 def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
     """Compare with the sum of the angles at which a point sees the sides, unless it is next to one."""
     points, polygons = (problem.arguments[name].double() for name in ("points", "polygons"))
-    corners = polygons.view(-1, 4, 2) - points[:, None, None]  # [N, M, 4, 2]
+    corners = torch.complex(*(polygons.view(-1, 4, 2) - points[:, None, None]).unbind(3))  # [N, M, 4]
     after = corners.roll(-1, 2)
     side = after - corners
-    product = corners[..., 0] * after[..., 1] - corners[..., 1] * after[..., 0]
-    turns = torch.atan2(product, (corners * after).sum(3)).sum(2) / (2 * math.pi)
-    part = (-(corners * side).sum(3) / side.square().sum(3)).nan_to_num(0.0).clamp(0, 1)
-    apart = (corners + part[..., None] * side).norm(dim=3).amin(2)
-    is_sound = (points.abs() < EXTREME).all(1)[:, None] & (polygons.abs() < EXTREME).all(1)
-    is_outside = ~points.isfinite().all(1)[:, None] & (polygons.abs() < EXTREME).all(1)
+    turns = (after * corners.conj()).angle().sum(2) / (2 * math.pi)
+    part = (-corners / side).real.nan_to_num(0.0).clamp(0, 1)
+    apart = (corners + part * side).abs().amin(2)
+    is_sound = (polygons.abs() < EXTREME).all(1)
+    is_outside = ~points.isfinite().all(1)[:, None] & is_sound
+    is_sound = is_sound & (points.abs() < EXTREME).all(1)[:, None]
     wanted = torch.where(is_outside, 0.0, turns.round().abs())
     is_wrong = (got[0] != wanted) & (is_outside | is_sound & (apart > 1e-3))
     return wrong_places("point and polygon", is_wrong)
@@ -217,8 +217,8 @@ def _draw_chamfer(draw: Draw) -> Problem:
     apart = _table(**{name: one.double() for name, one in given.items()})
     unsure = []  # rows in which rounding may choose another point
     for table in (apart, apart.transpose(1, 2)):
-        slack = 4 * torch.finfo(dtype).eps * table.amin(2, keepdim=True) if table.shape[2] else 0.0
-        is_near = (table <= table.amin(2, keepdim=True) + slack) if table.shape[2] else table > 0
+        least = table.amin(2, keepdim=True) if table.shape[2] else table
+        is_near = table <= least * (1 + 4 * torch.finfo(dtype).eps)
         exact = is_whole and scale == 1.0
         unsure.append(
             (is_near.sum(2) > 1) & (not exact) | ~table.isfinite().all(2) | (table > EXTREME**2).any(2)
