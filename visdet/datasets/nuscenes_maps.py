@@ -67,10 +67,10 @@ class NuScenesMap:
     def around(self, lidar_to_world: np.ndarray) -> dict[int, list[np.ndarray]]:
         """Return the lines [n, 2] of each class (0 crossing, 1 divider, 2 boundary) in the lidar frame."""
         shapely = self._shapely
-        half = np.array(self.roi_size) / 2
+        size = np.array(self.roi_size)
         turn = turn_about_z(yaw_of(lidar_to_world))
         center = lidar_to_world[:2, 3]
-        corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
+        corners = (np.array([[0, 0], [1, 0], [1, 1], [0, 1]]) - 0.5) * size
         region = shapely.Polygon(corners @ turn.T + center)
 
         def to_lidar(points: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ class NuScenesMap:
         return {
             0: [np.array((ring if ring.is_ccw else ring.reverse()).coords) for ring in rings],
             1: dividers,
-            2: self._boundaries(local(self._roads), half),
+            2: self._boundaries(local(self._roads), size / 2),
         }
 
     def _merged(self, crossings: list) -> list:

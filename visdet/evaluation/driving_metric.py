@@ -86,10 +86,11 @@ class DrivingMetric(BaseMetric):
                 name, DIVERGED, **found, **_numbered("predicted vectors", prediction.get("vectors", ()))
             )
             self.check_true(sample)
+            time, pose = sample.get("timestamp"), sample.get("T_global")
             place = {
                 "scene_token": sample.get("scene_token"),
-                "timestamp": None if sample.get("timestamp") is None else float(sample["timestamp"]),
-                "T_global": None if sample.get("T_global") is None else as_array(sample["T_global"]).tolist(),
+                "timestamp": None if time is None else float(time),
+                "T_global": None if pose is None else as_array(pose).tolist(),
             }
             frame = self.read(sample, prediction)
             self.results.append({"token": sample["token"], "place": place, **frame})

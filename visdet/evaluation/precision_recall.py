@@ -173,8 +173,8 @@ def report_of(
     for name, of_class, number in zip(classes, found, num_truths, strict=True):
         scores, right = map(np.concatenate, zip(*of_class, strict=True))
         curves[name] = score_curve(scores, right, number)
-    best = [curve["best_threshold"] for curve in curves.values()]
-    least = np.array([np.inf if threshold is None else threshold for threshold in best])
+    # No score is above NaN, which None becomes.
+    least = np.array([curve["best_threshold"] for curve in curves.values()], float)
     num_columns = len(classes) + 1
     confusion = np.zeros((num_columns, num_columns), dtype=np.int64)
     for frame in frames:

@@ -64,9 +64,8 @@ class Road:
 
     def place(self, station: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return world positions [..., 2] and headings [...] of road coordinates [...]."""
-        x = np.interp(station, self.stations, self.xy[:, 0])
-        y = np.interp(station, self.stations, self.xy[:, 1])
-        heading = np.interp(station, self.stations, self.heading)
+        columns = (*self.xy.T, self.heading)
+        x, y, heading = (np.interp(station, self.stations, column) for column in columns)
         xy = np.stack([x - offset * np.sin(heading), y + offset * np.cos(heading)], axis=-1)
         return xy, heading
 

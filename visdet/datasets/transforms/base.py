@@ -103,6 +103,13 @@ def planned_size(step: Any, size: tuple[int, int], rng: Random) -> tuple[int, in
     return None if plan is None else plan(size, rng)
 
 
+def pair(value: Any) -> Any:
+    """Return a pair, for both numbers of which a single one may stand, or None for None."""
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return None if value is None else (value, value)
+
+
 # The random numbers come from torch's global generator if ``rng`` is None.
 
 

@@ -87,9 +87,7 @@ class CircleObjectRangeFilter(BaseTransform):
     def __init__(
         self, class_dist_thred: Sequence[float] | float = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
     ) -> None:
-        self.class_dist_thred = (
-            class_dist_thred if isinstance(class_dist_thred, (int, float)) else list(class_dist_thred)
-        )
+        self.class_dist_thred = class_dist_thred
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
@@ -97,9 +95,7 @@ class CircleObjectRangeFilter(BaseTransform):
         labels = results["gt_labels_3d"]
         distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
         reach: Any = self.class_dist_thred
-        if isinstance(
-            reach, list
-        ):  # The last number, which nothing is within, is that of classes without one.
+        if np.ndim(reach):  # The last number, which nothing is within, is that of classes without one.
             reach = np.array([*reach, -1.0])[np.minimum(labels, len(reach))]
         return _keep_boxes(results, (labels >= 0) & (distance <= reach))
 

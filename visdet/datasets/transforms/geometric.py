@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, choose, pair, uniform, uniform_int
 from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
@@ -55,8 +55,8 @@ class Resize(BaseTransform):
             raise InvalidInputError(
                 f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}"
             )
-        self.scale: Any = None if scale is None else _pair(scale)
-        self.scale_factor = None if scale_factor is None else _pair(scale_factor)
+        self.scale: Any = pair(scale)
+        self.scale_factor = pair(scale_factor)
         self.keep_ratio = keep_ratio
         self.clip_object_border = clip_object_border
         self.backend = backend
@@ -318,7 +318,7 @@ class Pad(BaseTransform):
             )
         value = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val
         self.pad_val = checked_value("Pad: pad_val", value, float | tuple[float, float, float])
-        self.size = None if size is None else _pair(size)
+        self.size = pair(size)
         self.size_divisor = size_divisor
         self.pad_to_square = pad_to_square
 
@@ -347,7 +347,3 @@ class Pad(BaseTransform):
         if "gt_bboxes" in results:
             set_boxes(results, results["gt_bboxes"])
         return results
-
-
-def _pair(value: Any) -> tuple:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value, value)

@@ -12,7 +12,7 @@ from visdet.errors import InvalidInputError, UserError
 from visdet.files.images import MAX_PIXELS, opened, sizes_of, to_rgb, turned
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform
+from .base import BaseTransform, pair
 from .tv_results import set_boxes, set_image, side_lengths
 
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
@@ -193,8 +193,7 @@ class FilterAnnotations(BaseTransform):
     def __init__(
         self, min_gt_bbox_wh: float | tuple[float, float] = (1.0, 1.0), keep_empty: bool = True
     ) -> None:
-        is_pair = isinstance(min_gt_bbox_wh, (list, tuple))
-        self.min_gt_bbox_wh = tuple(min_gt_bbox_wh) if is_pair else (min_gt_bbox_wh, min_gt_bbox_wh)  # type: ignore[arg-type]
+        self.min_gt_bbox_wh = pair(min_gt_bbox_wh)
         self.keep_empty = keep_empty
 
     def transform(self, results: dict) -> dict | None:
