@@ -144,13 +144,14 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
             raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
         with _of_plain_types(f"info file {path}"):
             loaded = load_numpy_pickle(file)
-    given = {name: type(value) for name, value in loaded.items()} if isinstance(loaded, dict) else {}
-    if given.get("infos") not in (list, tuple) or given.get("metadata") is not dict:
-        found = given or loaded
-        raise InvalidInputError(
-            f"info file {path} must hold a dict of infos (a list) and metadata (a dict), got {found!r:.200}"
-        )
-    return list(loaded["infos"]), loaded["metadata"]
+    match loaded:
+        case {"infos": list() | tuple() as infos, "metadata": dict() as metadata}:
+            return list(infos), metadata
+    is_dict = isinstance(loaded, dict)
+    found = {name: type(value) for name, value in loaded.items()} if is_dict else loaded
+    raise InvalidInputError(
+        f"info file {path} must hold a dict of infos (a list) and metadata (a dict), got {found!r:.200}"
+    )
 
 
 def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:

@@ -93,9 +93,9 @@ def say_size(batch: Any) -> None:
     if plan is None:
         return
     _read.set(None)
-    if isinstance(batch, dict) and isinstance(batch.get("data_samples"), (list, tuple)):
-        size = plan.size_for([tuple(image.shape[-2:]) for image in batch["inputs"]])
-        plan.write(batch["data_samples"], size)
+    match batch:
+        case {"inputs": images, "data_samples": [*samples]}:
+            plan.write(samples, plan.size_for([tuple(image.shape[-2:]) for image in images]))
 
 
 def holds(size: Size, other: Size) -> bool:

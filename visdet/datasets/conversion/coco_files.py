@@ -20,15 +20,16 @@ def read_coco(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all COCO files. Beside instances_*.json, the captions and key points are left out."""
     files = [file for file in files_below(source.root, "*.json") if not is_ours(file)]
     instances = [file for file in files if file.stem.startswith("instances")]
+    left_out = source.left_out.others
     for file in files:
         if instances and file not in instances:
-            source.left_out.others[f"{file}, since there is {instances[0].name}"] += 1
+            left_out[f"{file}, since there is {instances[0].name}"] += 1
             continue
-        content = read_json(str(file))
-        if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
-            yield from _pictures(file, source)
-        else:
-            source.left_out.others[f"{file} is no COCO file: it has no lists of images and annotations"] += 1
+        match read_json(str(file)):
+            case {"images": _, "annotations": _}:
+                yield from _pictures(file, source)
+            case _:
+                left_out[f"{file} is no COCO file: it has no lists of images and annotations"] += 1
 
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:

@@ -270,13 +270,12 @@ class RandomCrop(BaseTransform):
 
     def transform(self, results: dict) -> dict | None:
         top, left, crop_h, crop_w = self._drawn(results["img_shape"], sample_draws())
-        if "gt_bboxes" in results:
-            boxes = moved(results["gt_bboxes"], -left, -top)
-            kept = are_in(boxes, (crop_h, crop_w))
-            if not kept.any() and not self.allow_negative_crop:
-                return None
         set_image(results, F.crop(results["img"], top, left, crop_h, crop_w))
         if "gt_bboxes" in results:
+            boxes = moved(results["gt_bboxes"], -left, -top)
+            kept = are_in(boxes, results["img_shape"])
+            if not kept.any() and not self.allow_negative_crop:
+                return None
             set_boxes(results, boxes, kept)
             if self.bbox_clip_border:
                 set_boxes(results, clipped(results["gt_bboxes"]))
