@@ -16,6 +16,7 @@ from .driving_metric import DrivingBoxMetric, as_array, logged, mean_of
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0
+_OF_TRACKS = ("ids", "boxes", "scores", "labels")
 _SUMMARY = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
 
 
@@ -68,8 +69,8 @@ class TrackingMetric(DrivingBoxMetric):
         self.check_true(sample, instance_id=sample["instance_id"], timestamp=sample["timestamp"])
         true_ids, ids = (as_array(given) for given in (sample["instance_id"], prediction["instance_ids"]))
         kept = self.best_boxes(prediction, self.score_threshold)
-        kept = kept[ids[kept] >= 0]
-        frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, ids=ids[kept])
+        no_scores = np.zeros(len(true_ids))
+        frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, gt_scores=no_scores, ids=ids[kept])
         return frame | {"scene": sample["scene_token"], "time": float(sample["timestamp"])}
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
@@ -94,13 +95,12 @@ class TrackingMetric(DrivingBoxMetric):
 
         A predicted track may change its class. Its mean score and its gaps are those of the whole track.
         """
-        truths, predictions = [], []
+        truths: list[Frame] = []
+        predictions: list[Frame] = []
         for objects in (self.in_range(frame, reaches) for frame in scene):
-            ids, no_scores = objects["gt_ids"], np.zeros(len(objects["gt_ids"]))
-            truth = Frame(ids, objects["gt_boxes"][:, :2], no_scores, objects["gt_labels"])
-            truths.append(truth.rows(ids >= 0))
-            found = Frame(objects["ids"], objects["boxes"][:, :2], objects["scores"], objects["labels"])
-            predictions.append(found)
+            for kind, frames in (("gt_", truths), ("", predictions)):
+                ids, boxes, scores, labels = (objects[f"{kind}{key}"] for key in _OF_TRACKS)
+                frames.append(Frame(ids, boxes[:, :2], scores, labels).rows(ids >= 0))
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))

@@ -139,6 +139,4 @@ def chamfer_distance(line: np.ndarray, other: np.ndarray) -> float:
 
 def _resample_all(lines: Sequence[np.ndarray], num_points: int) -> np.ndarray:
     """Return the lines resampled to points evenly spaced by length, [n, num_points, 2]."""
-    return np.array([resample(np.asarray(line)[:, :2], num_points) for line in lines]).reshape(
-        -1, num_points, 2
-    )
+    return np.array([resample(line[:, :2], num_points) for line in lines]).reshape(-1, num_points, 2)

@@ -214,21 +214,27 @@ def _draw_agent(rng: np.random.Generator, road: Road, times: np.ndarray, end: fl
     kerb, facing = side * road.half_width, np.pi * (side > 0)
     vehicle = "car" if rng.random() < 0.72 else "truck"
     kind = rng.choice(list(_SHARES), p=list(_SHARES.values()))
-    if kind == "driving":
-        lane = rng.choice(road.lanes)
-        station = _drive(road, _wanted_speed(rng, times), start, -np.sign(lane))
-        return vehicle, station, lane, np.pi * (lane > 0)
-    if kind == "parked":
-        return vehicle, start, kerb - side * 1.35, facing
-    if kind == "walking":
-        speed = rng.uniform(-1.8, 1.8)
-        return "pedestrian", start + speed * times, kerb + side * rng.uniform(0.8, 3.0), np.pi * (speed < 0)
-    if kind == "crossing":
-        way = rng.uniform(0.9, 1.7) * np.clip(times - rng.uniform(-2, times[-1]), 0, None)
-        station = rng.choice(road.crossings) + rng.uniform(-1, 1)
-        return "pedestrian", station, kerb + side * (0.8 - way), -side * np.pi / 2
-    if kind == "cycling":
-        return "bicycle", start - side * rng.uniform(2.0, 5.5) * times, kerb - side * 2.6, facing
+    match kind:
+        case "driving":
+            lane = rng.choice(road.lanes)
+            station = _drive(road, _wanted_speed(rng, times), start, -np.sign(lane))
+            return vehicle, station, lane, np.pi * (lane > 0)
+        case "parked":
+            return vehicle, start, kerb - side * 1.35, facing
+        case "walking":
+            speed = rng.uniform(-1.8, 1.8)
+            return (
+                "pedestrian",
+                start + speed * times,
+                kerb + side * rng.uniform(0.8, 3.0),
+                np.pi * (speed < 0),
+            )
+        case "crossing":
+            way = rng.uniform(0.9, 1.7) * np.clip(times - rng.uniform(-2, times[-1]), 0, None)
+            station = rng.choice(road.crossings) + rng.uniform(-1, 1)
+            return "pedestrian", station, kerb + side * (0.8 - way), -side * np.pi / 2
+        case "cycling":
+            return "bicycle", start - side * rng.uniform(2.0, 5.5) * times, kerb - side * 2.6, facing
     return "traffic_cone", start, kerb - side * rng.uniform(0.2, 3.0), 0.0
 
 

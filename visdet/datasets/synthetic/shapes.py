@@ -177,14 +177,15 @@ def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) ->
 
 def _pattern(kind: int, u: np.ndarray, v: np.ndarray, frequency: float) -> np.ndarray:
     """Return the values of a plain, striped, chequered, dotted or shaded pattern at places (u, v) of a shape."""
-    if kind == 0:
-        return np.zeros_like(u)
-    if kind == 1:
-        return np.sin(frequency * u)
-    if kind == 2:
-        return 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
-    if kind == 3:
-        return 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
+    match kind:
+        case 0:
+            return np.zeros_like(u)
+        case 1:
+            return np.sin(frequency * u)
+        case 2:
+            return 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
+        case 3:
+            return 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
     return 0.3 * (u + v)
 
 
