@@ -16,6 +16,7 @@ from visdet.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "Above0",
+    "Ascending",
     "AtLeast0",
     "Count",
     "Names",
@@ -65,6 +66,17 @@ class Distinct:
 
     def __str__(self) -> str:
         return "of distinct items"
+
+
+class Ascending:
+    """The limit that the numbers of a list ascend, where equal ones may follow each other."""
+
+    def has(self, numbers: Sequence[float]) -> bool:
+        """Return whether the numbers ascend."""
+        return sorted(numbers) == list(numbers)
+
+    def __str__(self) -> str:
+        return "in ascending order"
 
 
 Names = Annotated[Sequence[str], Distinct()]

@@ -20,7 +20,7 @@ def resample(line: np.ndarray, num_points: int) -> np.ndarray:
     steps = np.linalg.norm(np.diff(line, axis=0), axis=1)
     along = np.concatenate([[0.0], np.cumsum(steps)])
     wanted = np.linspace(0, along[-1], num_points)
-    return np.stack([np.interp(wanted, along, line[:, axis]) for axis in range(line.shape[1])], axis=1)
+    return np.stack([np.interp(wanted, along, column) for column in line.T], axis=1)
 
 
 def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Above0, Positive, Range, Share, also_takes, checked_value
+from visdet.checks.arguments import Above0, Ascending, Positive, Range, Share, also_takes, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -16,6 +16,13 @@ from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
 _Part = Annotated[float, Range(0, 1, is_open=True)]
+_Sides, _Parts = tuple[Positive, Positive], tuple[_Part, _Part]
+# What the size of a crop must be, if it is not the sides of one.
+_CROP_SIZES = {
+    "absolute_range": Annotated[_Sides, Ascending()],
+    "relative": _Parts,
+    "relative_range": _Parts,
+}
 
 
 @TRANSFORMS.register_module()
@@ -133,37 +140,35 @@ class RandomResize(DrawnTransform):
     @also_takes(resize_type="Resize")
     def __init__(
         self,
-        scale: Sequence,
+        scale: tuple[Above0, Above0] | tuple[tuple[Above0, Above0], tuple[Above0, Above0]],
         ratio_range: tuple[Above0, Above0] | None = None,
         **resize_kwargs: Any,
     ) -> None:
-        is_one_pair = all(isinstance(side, (int, float)) for side in scale)
-        if len(scale) != 2 or is_one_pair != (ratio_range is not None):
+        given: Any = scale
+        is_one_pair = isinstance(given[0], (int, float))
+        if is_one_pair != (ratio_range is not None):
             raise InvalidInputError(
                 "RandomResize: scale must be one (width, height) with a ratio_range, or two of them without, "
                 f"got {scale=} and {ratio_range=}"
             )
-        pairs: Any = [scale] if is_one_pair else scale
-        checked_value("RandomResize: scale", pairs, Sequence[tuple[Above0, Above0]])
-        self.scale = scale
+        self.scale = given
         self.ratio_range = ratio_range
         self._resize_kwargs = resize_kwargs
-        self._build(scale if is_one_pair else scale[0])  # Wrong keywords fail here, before the first image.
+        self._build(given if is_one_pair else given[0])  # Wrong keywords fail here, before the first image.
 
-    def _build(self, scale: Sequence[int]) -> BaseTransform:
-        pair: Any = tuple(scale)
-        return Resize(pair, **self._resize_kwargs)
+    def _build(self, scale: tuple[Above0, Above0]) -> BaseTransform:
+        return Resize(scale, **self._resize_kwargs)
 
     def _drawn(self, rng: Random | None) -> BaseTransform:
         if self.ratio_range is not None:
             ratio = uniform(*self.ratio_range, rng=rng)
-            scale = tuple(int(side * ratio) for side in self.scale)
+            width, height = (int(side * ratio) for side in self.scale)
         else:
-            scale = tuple(
+            width, height = (
                 uniform_int(int(min(sides)), int(max(sides)), rng=rng)
                 for sides in zip(*self.scale, strict=True)
             )
-        return self._build(scale)
+        return self._build((width, height))
 
 
 @TRANSFORMS.register_module()
@@ -238,14 +243,8 @@ class RandomCrop(BaseTransform):
         recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
-        kind: Any = _Part if crop_type.startswith("relative") else Positive
-        self.crop_size: Any = checked_value(
-            f"RandomCrop: with crop_type={crop_type!r}, crop_size", crop_size, tuple[kind, kind]
-        )
-        if crop_type == "absolute_range" and crop_size[0] > crop_size[1]:
-            raise InvalidInputError(
-                f"RandomCrop: crop_size must be (smallest, largest) for 'absolute_range', got {crop_size}"
-            )
+        what = f"RandomCrop: with crop_type={crop_type!r}, crop_size"
+        self.crop_size: Any = checked_value(what, crop_size, _CROP_SIZES.get(crop_type, _Sides))
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border

@@ -6,11 +6,12 @@ import cv2
 import numpy as np
 import torch
 
-from visdet.checks.arguments import AtLeast0, Range
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Ascending, AtLeast0, Range
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
+
+_Factors = Annotated[tuple[AtLeast0, AtLeast0], Ascending()]
 
 
 @TRANSFORMS.register_module()
@@ -39,15 +40,10 @@ class PhotoMetricDistortion(BaseTransform):
     def __init__(
         self,
         brightness_delta: AtLeast0 = 32,
-        contrast_range: tuple[float, float] = (0.5, 1.5),
-        saturation_range: tuple[float, float] = (0.5, 1.5),
+        contrast_range: _Factors = (0.5, 1.5),
+        saturation_range: _Factors = (0.5, 1.5),
         hue_delta: Annotated[float, Range(0, 180)] = 18,
     ) -> None:
-        for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
-            if not 0 <= pair[0] <= pair[1]:
-                raise InvalidInputError(
-                    f"{type(self).__name__}: {name} must be 0 <= lowest <= highest, got {pair}"
-                )
         self.brightness_delta = brightness_delta
         self.contrast_range = tuple(contrast_range)
         self.saturation_range = tuple(saturation_range)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Positive, SameAs, Share, also_takes, with_other_names
+from visdet.checks.arguments import AtLeast0, Positive, SameAs, Share, also_takes, with_other_names
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -35,9 +35,9 @@ class RandomChoice(DrawnTransform):
     def __init__(
         self,
         transforms: Sequence[dict | Callable | Sequence[dict | Callable]],
-        prob: Sequence[float] | None = None,
+        prob: Sequence[AtLeast0] | None = None,
     ) -> None:
-        if prob is not None and (len(prob) != len(transforms) or min(prob) < 0 or abs(sum(prob) - 1) > 1e-6):
+        if prob is not None and (len(prob) != len(transforms) or abs(sum(prob) - 1) > 1e-6):
             raise InvalidInputError(
                 f"RandomChoice: prob must be {len(transforms)} numbers that sum to 1, got {list(prob)}"
             )
