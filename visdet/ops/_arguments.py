@@ -17,8 +17,10 @@ __all__ = [
     "computation_dtype",
     "constant",
     "empty_sum",
+    "exact",
     "integer_table",
     "is_index",
+    "numbers_to",
     "pair",
     "places_in_groups",
     "widened",
@@ -110,9 +112,19 @@ def constant(tensor: Tensor, beside: Tensor) -> Tensor:
     return widened(tensor.detach(), beside)
 
 
+def exact(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, without gradients."""
+    return tensor.detach().double()
+
+
 def is_index(index: Tensor, size: Any) -> Tensor:
     """Return whether each number lies in 0..size - 1, where ``size`` is a number or a tensor."""
     return (index >= 0) & (index < size)
+
+
+def numbers_to(count: Any, beside: Tensor) -> Tensor:
+    """Return the whole numbers 0 to ``count`` - 1 on the device of a tensor."""
+    return torch.arange(count, device=beside.device)
 
 
 def empty_sum(*tensors: Tensor) -> Any:
@@ -122,7 +134,7 @@ def empty_sum(*tensors: Tensor) -> Any:
 
 def places_in_groups(groups: Tensor, counts: Tensor) -> Tensor:  # [N], [G] -> [N]
     """Return the place of each row within its group, where ``groups`` rise and ``counts`` are the sizes of all."""
-    return torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups]
+    return numbers_to(len(groups), groups) - (counts.cumsum(0) - counts)[groups]
 
 
 def integer_table(

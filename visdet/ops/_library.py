@@ -21,6 +21,7 @@ __all__ = [
     "explain_failures",
     "is_loaded",
     "kernel_device",
+    "operator_of",
     "planning",
     "require",
     "serves",
@@ -142,6 +143,11 @@ def require(name: str) -> None:
         )
 
 
+def operator_of(name: str) -> Any:
+    """Return the operator ``visdet::<name>``."""
+    return getattr(torch.ops.visdet, name).default
+
+
 def explain_failures(*operators: str) -> None:
     """Make ``operators`` raise the errors that tell a user what failed, whoever calls them.
 
@@ -150,7 +156,7 @@ def explain_failures(*operators: str) -> None:
     """
 
     for operator in operators:
-        overload = getattr(torch.ops.visdet, operator).default
+        overload = operator_of(operator)
         overload._op = _with_errors_of_memory(overload._op)
         if not is_loaded("cuda"):
             torch.library.impl(f"visdet::{operator}", "cuda", lambda *_: require("cuda"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._library import declares, explain_failures, kernel_device, require, serves
+from ._library import declares, explain_failures, kernel_device, operator_of, require, serves
 from .tracing import gradients_of, is_traced
 
 _RESULT = re.compile(r"(\w+) \[(.*?)\](?: (\w+))?")
@@ -60,7 +60,7 @@ def differentiable(
     refuse = functools.partial(_refuse_to_differentiate, name)
     torch.library.register_autograd(f"visdet::{name}_backward", refuse)
     explain_failures(name, f"{name}_backward")
-    operator = getattr(torch.ops.visdet, name).default
+    operator = operator_of(name)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -110,7 +110,7 @@ def without_gradient(
         return elsewhere
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
     explain_failures(name)
-    operator = getattr(torch.ops.visdet, name).default
+    operator = operator_of(name)
     return lambda *inputs: (operator if serves(inputs[0]) else elsewhere)(*inputs)
 
 
@@ -138,8 +138,8 @@ class Gradient:
         reference: Callable[..., Tensor] | None = None,
         computed_with: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        operator = self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
-        arguments = getattr(torch.ops.visdet, name).default._schema.arguments
+        operator = self._operator = operator_of(f"{name}_backward")
+        arguments = operator_of(name)._schema.arguments
         names = [argument.name for argument in arguments]
         given = [argument.name for argument in operator._schema.arguments]
         results = [result.name.removeprefix("grad_") for result in operator._schema.returns]
@@ -222,7 +222,7 @@ def _fake_of(name: str, shape: str | Callable[[Any], Any], layouts: Mapping[str,
     torch calls it for a tensor without data beside a first tensor with data, too, where the result would be numbers
     that nothing has computed.
     """
-    names = [argument.name for argument in getattr(torch.ops.visdet, name).default._schema.arguments]
+    names = [argument.name for argument in operator_of(name)._schema.arguments]
 
     def fake(*inputs: Any, **options: Any) -> Any:
         given = SimpleNamespace(**dict(zip(names, inputs, strict=False)), **options)

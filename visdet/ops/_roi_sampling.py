@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import computation_dtype, empty_sum, is_index
+from ._arguments import computation_dtype, empty_sum, is_index, numbers_to
 from .tracing import recorded_as_one
 
 __all__ = [
@@ -167,8 +167,8 @@ def _pool_samples(
         per_region = PH * PW * down * across * C
         for members in all_members.split(max(CHUNK_VALUES // per_region, 1)):
             step = bin_size[members] / bin_size.new_tensor([down, across])  # [n, 2]
-            inside_y = (torch.arange(down, device=rows.device).to(step) + 0.5) * step[:, :1]  # [n, down]
-            inside_x = (torch.arange(across, device=rows.device).to(step) + 0.5) * step[:, 1:]  # [n, across]
+            inside_y = (numbers_to(down, rows).to(step) + 0.5) * step[:, :1]  # [n, down]
+            inside_x = (numbers_to(across, rows).to(step) + 0.5) * step[:, 1:]  # [n, across]
             corner = origin[members].flatten(2)  # [n, 2, PH * PW]
             pooled: Any = None
             for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * len(members)), 1), 1):
@@ -219,9 +219,7 @@ def pool_bins(
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the mean, or the maximum, of the samples in each bin of regions, in the type of ``input``."""
     bin_size = extent / extent.new_tensor(size)
-    y, x = (
-        start[:, i, None] + torch.arange(size[i], device=start.device) * bin_size[:, i, None] for i in (0, 1)
-    )
+    y, x = (start[:, i, None] + numbers_to(size[i], start) * bin_size[:, i, None] for i in (0, 1))
     origin = torch.stack([y[:, :, None].expand(-1, *size), x[:, None, :].expand(-1, *size)], 1)
     if movement is not None:
         origin = origin + extent[..., None, None] * movement

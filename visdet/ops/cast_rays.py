@@ -4,10 +4,11 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import constant, is_index, widened
+from ._arguments import constant, is_index, numbers_to, widened
 from ._declared import declared
 from .tracing import recorded_as_one
 
@@ -105,7 +106,7 @@ def cast_rays_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``cast_rays`` returns, in plain torch: the definition kernels are tested against."""
     voxels, _, ends, last = _walk(occupancy, origins, points, times, False)
-    steps = torch.arange(len(voxels), device=voxels.device)[:, None, None]
+    steps = numbers_to(len(voxels), voxels)[:, None, None]
     is_hit = _values(occupancy, voxels, times) > 0.5
     first = torch.where(is_hit & (voxels >= 0), steps, last).amin(0, keepdim=True)
     distances, exits = ends.gather(0, first), ends.gather(0, last)
@@ -132,7 +133,7 @@ def render_rays_reference(density: Tensor, origins: Tensor, points: Tensor, time
 
 def _values(grid: Tensor, voxels: Tensor, times: Tensor) -> Tensor:
     """Return the numbers of voxels of the grids of rays in float64, and 0 for the voxel -1."""
-    image = torch.arange(len(times), device=times.device)[:, None]
+    image = numbers_to(len(times), times)[:, None]
     place = (image * grid.shape[1] + times * (grid.shape[1] > 1)) * grid.shape[2:].numel() + voxels
     values = torch.cat([grid.double().flatten(), grid.new_zeros(1, dtype=torch.float64)])
     return values[torch.where(voxels < 0, -1, place)]
@@ -145,7 +146,7 @@ def _walk(
     D, H, W = grid.shape[2:]
     S = origins.shape[1]
     is_walking = is_index(times, S)
-    origins = torch.nn.functional.pad(origins.double(), (0, 0, 0, 1))
+    origins = F.pad(origins.double(), (0, 0, 0, 1))
     origin = origins.take_along_dim(torch.where(is_walking, times, S)[..., None], 1)
     path = points.double() - origin
     # torch.sqrt of the CPU may be off by a bit, which decides between borders that are equally near.
@@ -173,10 +174,10 @@ def _walk(
         steps.append((place, start, end))
         if is_walking.is_meta or not is_walking.any():
             break
-        is_chosen = torch.arange(3, device=grid.device) == nearest
+        is_chosen = numbers_to(3, grid) == nearest
         border, voxel, start = torch.where(is_chosen, border + pace, border), voxel + step * is_chosen, end
     voxels, starts, ends = (torch.stack(each) for each in zip(*steps, strict=True))
-    order = torch.arange(len(voxels), device=grid.device)[:, None, None]
+    order = numbers_to(len(voxels), grid)[:, None, None]
     return voxels, starts, ends, torch.where(voxels >= 0, order, 0).amax(0, keepdim=True)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_that, is_index, pair
+from ._arguments import check_that, is_index, numbers_to, pair
 from ._declared import declared
 
 __all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
@@ -174,9 +174,7 @@ def deform_conv2d_reference(
     height, width = output_shape(input, weight, stride, padding, dilation)
     settings = zip((KH, KW), (height, width), stride, padding, dilation, strict=True)
     tap_y, tap_x = (
-        torch.arange(count, device=input.device) * step
-        - pad
-        + torch.arange(taps, device=input.device)[:, None] * gap
+        numbers_to(count, input) * step - pad + numbers_to(taps, input)[:, None] * gap
         for taps, count, step, pad, gap in settings
     )  # [KH, H'], [KW, W']
     y, x = offset.to(dtype).reshape(B * G, KH, KW, 2, height, width).unbind(3)

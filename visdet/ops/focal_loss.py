@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_that, computation_dtype, is_index, widened
+from ._arguments import check_that, computation_dtype, is_index, numbers_to, widened
 from ._declared import declared
 from ._modules import OperatorModule
 
@@ -67,7 +67,7 @@ def sigmoid_focal_loss_reference(
 ) -> Tensor:
     """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
     logits = widened(input, input)
-    is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    is_target = target[:, None] == numbers_to(logits.shape[1], logits)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
     one_hot = is_target.to(logits)
     balance = alpha * one_hot + (1 - alpha) * (1 - one_hot)

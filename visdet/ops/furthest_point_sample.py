@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_that, constant
+from ._arguments import check_that, constant, numbers_to
 from ._declared import declared
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
@@ -66,7 +66,7 @@ def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor
 
 def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: bool) -> Tensor:
     """Return the samples of points [B, N, 3] or, with ``is_table``, of distances [B, N, N], in plain torch."""
-    cloud = torch.arange(len(points), device=points.device)
+    cloud = numbers_to(len(points), points)
     samples = cloud.new_zeros(num_points, len(points))
     nearest = points.new_full(points.shape[:2], 1e10)
     for i in range(1, num_points):

@@ -4,10 +4,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import is_index
+from ._arguments import is_index, numbers_to
 from .tracing import gradients_of
 
 __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
@@ -38,7 +39,7 @@ def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, z
     if zeros_outside:
         N = features.shape[0 if is_shared else 2]
         index = torch.where(is_index(index, N), index, N)
-        features = torch.nn.functional.pad(features, (0, 0, 0, 1) if is_shared else (0, 1))
+        features = F.pad(features, (0, 0, 0, 1) if is_shared else (0, 1))
     if is_shared:
         terms = features[index].permute(0, 3, 1, 2)
     else:
@@ -84,7 +85,7 @@ def _of_kernels(indices: Tensor) -> Tensor:
 def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
     """Return what ``stacked_indices`` returns, in plain torch."""
     sizes, groups = sizes.long(), groups.long()
-    cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)[:, None]
+    cloud = numbers_to(len(groups), groups).repeat_interleave(groups)[:, None]
     start = sizes.cumsum(0) - sizes
     return torch.where(is_index(indices, sizes[cloud]), indices + start[cloud], -1)
 

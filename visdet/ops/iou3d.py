@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import constant
+from ._arguments import constant, exact
 from ._declared import declared
 from .box_iou_rotated import overlaps
 from .nms import kept_indices
@@ -59,7 +59,7 @@ def boxes_iou3d(
 
     Source: The signature is mmcv's.
     """
-    a, b = boxes_a.detach().double(), boxes_b.detach().double()
+    a, b = exact(boxes_a), exact(boxes_b)
     shared = boxes_overlap_bev(a, b) * shared_height(a[:, None], b)
     union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
     is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import as_tensor, check_numbers, check_that, constant, widened
+from ._arguments import as_tensor, check_numbers, check_that, constant, numbers_to, widened
 from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -110,7 +110,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     leaders = kept_indices(boxes, scores, threshold.nextafter(torch.full_like(threshold, -torch.inf)).item())
     order = scores.sort(descending=True, stable=True).indices
     group = torch.full_like(order, -1)
-    group[leaders] = torch.arange(len(leaders), device=group.device)
+    group[leaders] = numbers_to(len(leaders), group)
     for members in order[group[order] < 0].split(PAIRS_AT_ONCE // len(leaders) + 1):
         overlaps = overlaps_with(boxes[members, None], boxes[leaders], 0)
         group[members] = (overlaps >= iou_threshold).byte().argmax(1)

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_that, constant, places_in_groups
+from ._arguments import check_that, constant, numbers_to, places_in_groups
 from ._declared import declared
 
 __all__ = [
@@ -186,11 +187,11 @@ def _nearest(distances: Tensor, count: int) -> tuple[Tensor, Tensor]:
     distances = distances.nan_to_num(torch.inf, torch.inf)
     missing = count - distances.shape[1]
     if missing > 0:
-        distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
+        distances = F.pad(distances, (0, missing), value=torch.inf)
     if distances.dtype == torch.float32:
         # The bits of numbers from 0 on have the order of the numbers.
         key = distances.view(torch.int32).long() << 32
-        key |= torch.arange(distances.shape[1], device=key.device)
+        key |= numbers_to(distances.shape[1], key)
         index = key.topk(count, dim=1, largest=False).values & 0xFFFFFFFF
     else:
         index = distances.sort(dim=1, stable=True).indices[:, :count]

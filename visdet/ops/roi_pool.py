@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import constant, is_index, pair
+from ._arguments import constant, is_index, numbers_to, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
@@ -83,7 +83,7 @@ def roi_pool_reference(
             first = values[int(rois[n, 0]), :, top:bottom, left:right].flatten(1).argmax(1)
             argmax[n, :, p, q] = (first // width + top) * W + first % width + left
     image = torch.where(is_region, rois[:, 0], 0).long()
-    channel = torch.arange(C, device=input.device)[:, None, None]
+    channel = numbers_to(C, input)[:, None, None]
     if input.numel() == 0:
         return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
     pooled = input.flatten(2)[image[:, None, None, None], channel, argmax.clamp(min=0)]
@@ -127,7 +127,7 @@ def roi_pool_gradient(
         return grad.view(B, C, H, W)
     is_of_batch = is_image(rois[:, 0], B)
     image = torch.where(is_of_batch, rois[:, 0], 0).long()
-    first = image[:, None] * C + torch.arange(C, device=rois.device)  # [N, C]
+    first = image[:, None] * C + numbers_to(C, rois)  # [N, C]
     index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
     counted = torch.where(is_index(argmax, H * W) & is_of_batch[:, None, None, None], grad_output.to(grad), 0)
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)

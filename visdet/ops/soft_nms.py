@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_that, computation_dtype
+from ._arguments import check_that, computation_dtype, numbers_to
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -99,7 +99,7 @@ def soft_nms_reference(
     ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
     """
     boxes, scores = boxes.clone(), scores.clone()
-    index = torch.arange(len(scores), device=scores.device)
+    index = numbers_to(len(scores), scores)
     count, i = len(scores), 0
     while i < count:
         best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())

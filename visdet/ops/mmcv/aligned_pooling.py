@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import computation_dtype, constant, empty_sum, widened
+from .._arguments import computation_dtype, constant, empty_sum, numbers_to, widened
 from .._declared import declared
 from .._roi_sampling import (
     MAP,
@@ -49,7 +49,7 @@ def border_samples(
         torch.stack([width, none, -width, none], 1),
         torch.stack([none, height, none, -height], 1),
     )
-    first_row = torch.arange(4 * B, device=input.device) * (H * W)
+    first_row = numbers_to(4 * B, input) * (H * W)
     pooled = place = rows.new_zeros(())
     for i in range(pool_size + 1):
         at_y, at_x = (y + i * step_y).flatten(0, 1), (x + i * step_x).flatten(0, 1)
@@ -201,9 +201,9 @@ def prroi_pool_reference(
     H, W = features.shape[2:]
     for low, high, bins, size in ((y1, y2, output_size[0], H), (x1, x2, output_size[1], W)):
         step = (high - low).clamp(min=0)[:, None] / bins
-        edges = low[:, None] + step * torch.arange(bins + 1, device=rois.device)
+        edges = low[:, None] + step * numbers_to(bins + 1, rois)
         # The integral up to an edge of the weight that a pixel has in linear interpolation.
-        position = (edges[:, :, None] - torch.arange(size, device=rois.device)).clamp(-1, 1)
+        position = (edges[:, :, None] - numbers_to(size, rois)).clamp(-1, 1)
         integral = 0.5 + position - position * position.abs() / 2
         is_wide = (step > 0)[..., None]
         # [N, bins, size]
@@ -225,9 +225,7 @@ def _corners_gradient(grad: Tensor, features: Tensor, rois: Tensor, PH: int, PW:
     gradients = []
     for axis, bins in ((1, PW), (2, PH)):
         lines = _prroi_pool(features, rois, PH, PW, scale, axis).transpose(-axis, -1)
-        part = (
-            torch.arange(bins + 1, device=rois.device) / bins
-        )  # of the way from the low corner to the high one
+        part = numbers_to(bins + 1, rois) / bins  # of the way from the low corner to the high one
         of_mean, mean = grad.transpose(-axis, -1), means.transpose(-axis, -1)
         of_low = (of_mean * (mean - lines[..., :-1])).sum((1, 2))
         of_high = (of_mean * (lines[..., 1:] - mean)).sum((1, 2))

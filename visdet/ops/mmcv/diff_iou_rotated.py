@@ -3,8 +3,10 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import numbers_to
 from .._declared import declared
 from ..box_iou_rotated import corners_of, shared_area
 from ..iou3d import from_above, shared_height
@@ -14,7 +16,7 @@ __all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
 
 def _shared_area(box1: Tensor, box2: Tensor) -> Tensor:
     """Return the area that boxes (x, y, w, h, angle) share, of each pair [B, N]."""
-    center = torch.nn.functional.pad(box1[..., :2].detach(), (0, 3))  # instead of the origin
+    center = F.pad(box1[..., :2].detach(), (0, 3))  # instead of the origin
     p, q = (corners_of((box - center).flatten(0, 1)) for box in (box1, box2))
     return shared_area(p, q, are_boxes=True).view(box1.shape[:2])
 
@@ -101,7 +103,7 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
     angle = torch.where(angle < 0, angle + 2 * torch.pi, angle)
     order = torch.where(mask, angle, torch.inf).sort(dim=-1, stable=True)[1]  # the valid ones come first
     count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
-    rank = torch.arange(mask.shape[-1], device=mask.device)
+    rank = numbers_to(mask.shape[-1], mask)
     ordered = vertices.take_along_dim(order[..., None], 2)
     # The last one is before the first.
     before = ordered.take_along_dim(((rank - 1) % count.clamp(min=1))[..., None], 2)

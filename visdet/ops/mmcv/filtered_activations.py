@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import check_layout, check_that, widened
@@ -10,7 +11,6 @@ from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
 
-functional = torch.nn.functional
 ACTIVATIONS = ("linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish")
 
 
@@ -18,8 +18,8 @@ def _activated(x: Tensor, act: str, alpha: float) -> Tensor:
     if act == "linear":
         return x
     if act == "lrelu":
-        return functional.leaky_relu(x, alpha)
-    return getattr(functional, "silu" if act == "swish" else act)(x)
+        return F.leaky_relu(x, alpha)
+    return getattr(F, "silu" if act == "swish" else act)(x)
 
 
 @declared(
@@ -114,8 +114,8 @@ def upfirdn2d(
         return upfirdn2d(once, filter[:, None], *rest, flip_filter, gain)
     check_layout("upfirdn2d", "filter", filter, "[FH, FW]", None, None)
     B, C, H, W = input.shape
-    spread = functional.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
-    padded = functional.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
+    spread = F.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
+    padded = F.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
     (FH, FW), (height, width) = filter.shape, padded.shape[2:]
     fits, expected = height >= FH and width >= FW, "not be larger than the padded map {}"
     check_that(fits, "upfirdn2d", "filter", expected, filter, [height, width])
@@ -123,7 +123,7 @@ def upfirdn2d(
     taps = taps if flip_filter else taps.flip(0, 1)
     # Steps beyond the map are one, and torch 2.14 crashes or hangs on some of them.
     stride = [min(step, size) for step, size in zip(reversed(down), padded.shape[2:], strict=True)]
-    filtered = functional.conv2d(padded, taps[None, None], stride=stride)
+    filtered = F.conv2d(padded, taps[None, None], stride=stride)
     return filtered.view(B, C, *filtered.shape[2:]).to(input)
 
 
@@ -147,5 +147,5 @@ def leaky_with_signs(
         return torch.where(is_cut, leaky.sign() * clamp, leaky), signs
     # A number outside the signs is scaled only.
     (H, W), (SH, SW), (left, top) = x.shape[2:], signs.shape[2:], offset
-    seen = functional.pad(signs, (-left, W + left - SW, -top, H + top - SH))
+    seen = F.pad(signs, (-left, W + left - SW, -top, H + top - SH))
     return torch.where(seen == 2, 0, torch.where(seen == 1, scaled * slope, scaled)), signs

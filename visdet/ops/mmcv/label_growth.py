@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_that, is_index
+from .._arguments import check_that, is_index, numbers_to
 from .._declared import declared
 
 __all__ = ["contour_expand", "pixel_group"]
@@ -22,7 +22,7 @@ def _claims(
     pixel = (row * W + column)[source, direction]
     reaches = is_free[pixel] if fits is None else is_free[pixel] & fits[labels[frontier[source]], pixel]
     source, pixel = source[reaches], pixel[reaches]
-    order = torch.arange(len(pixel), device=pixel.device)
+    order = numbers_to(len(pixel), pixel)
     first = order.new_full((H * W,), len(pixel)).scatter_reduce(0, pixel, order, "amin")
     is_first = first[pixel] == order
     return pixel[is_first], source[is_first]

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _registration
@@ -239,7 +240,7 @@ def _expectations(
     op: str, places: _Places, form: Tensor, weights: Tensor, semantics: Tensor, shape: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of ``local_aggregate_prob``."""
-    C, pad = semantics.shape[1], torch.nn.functional.pad
+    C, pad = semantics.shape[1], F.pad
     # The sums of weighted semantics, of weights, of densities, and of the logarithms of what densities leave free.
     values = pad(weights[:, None] * pad(semantics.to(weights), (0, 1), value=1.0), (0, 1), value=1.0)
     summed, total, density, log_free = _sums(op, places, form, values, shape).split((C, 1, 1, 1), 1)
@@ -277,7 +278,7 @@ def _in_groups(boxes: Tensor) -> tuple[Tensor, Tensor]:  # [M, 6] -> [M], [M / 3
     boxes = boxes.nan_to_num(math.inf, math.inf, -math.inf)
     order = space_order(boxes[:, :3])
     padding = (0, 0, 0, _GROUP - boxes.shape[0] % _GROUP)
-    groups = torch.nn.functional.pad(boxes.index_select(0, order), padding, value=math.inf)
+    groups = F.pad(boxes.index_select(0, order), padding, value=math.inf)
     groups = groups.view(-1, _GROUP, 6)
     return order, torch.cat([groups.amin(1, keepdim=True), groups], 1)
 

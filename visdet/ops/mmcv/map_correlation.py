@@ -1,9 +1,10 @@
 """Masks of point-wise spatial attention, correlation of two maps, and shifts along time."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import check_layout, check_that, is_index, widened
+from .._arguments import check_layout, check_that, is_index, numbers_to, widened
 from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
@@ -38,7 +39,7 @@ def psa_mask(
     MH, MW = mask_size
     check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
     B, _, H, W = input.shape
-    y, x = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
+    y, x = numbers_to(H, input), numbers_to(W, input)
     # Rows and columns of the mask of each second pixel in which the first one is, [H, H] and [W, W].
     row, column = y[:, None] - y + (MH - 1) // 2, x[:, None] - x + (MW - 1) // 2
     is_inside = is_index(row, MH)[:, None, :, None] & is_index(column, MW)[None, :, None]
@@ -96,8 +97,8 @@ def correlation(
     (top, left), (down, across) = (length // 2 for length in extra), padding
     # Displaced pixels outside the map are 0.
     edges = (across + left, across + extra[1] - left, down + top, down + extra[0] - top)
-    one = torch.nn.functional.pad(widened(input1, input1), (across, across, down, down))
-    other = torch.nn.functional.pad(widened(input2, input1), edges)
+    one = F.pad(widened(input1, input1), (across, across, down, down))
+    other = F.pad(widened(input2, input1), edges)
     H, W = one.shape[2:]
     window = [distance * (count - 1) + 1 for count, distance in zip(kernel_size, dilation, strict=True)]
     fits, expected = window[0] <= H and window[1] <= W, "hold a window of {} with its padding"
@@ -111,7 +112,7 @@ def correlation(
             (one * other[:, :, y : y + H, x : x + W]).sum(1, keepdim=True)
             for x in range(0, extra[1] + 1, dilation_patch[1])
         ]
-        sums = [torch.nn.functional.conv2d(p, ones, None, stride, 0, dilation) for p in products]
+        sums = [F.conv2d(p, ones, None, stride, 0, dilation) for p in products]
         rows.append(torch.cat(sums, 1))
     return torch.stack(rows, 1).to(input1)
 
@@ -142,7 +143,7 @@ def tin_shift(
     G = shift.shape[1]
     check_that(G > 0 and C % G == 0, "tin_shift", "C", "be a multiple of the {} groups of shift", C, G)
     by = shift.long().repeat_interleave(C // G, 1)[:, None]  # [B, 1, C]
-    frame = torch.arange(T, device=input.device)[:, None] - by
+    frame = numbers_to(T, input)[:, None] - by
     is_inside = is_index(frame, T)[..., None]
     source = frame.clamp(0, max(T - 1, 0))[..., None].expand(B, T, C, S)
     return torch.where(is_inside, input.gather(1, source), 0)

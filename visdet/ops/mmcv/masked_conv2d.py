@@ -1,10 +1,9 @@
 """A convolution that is computed at the marked positions only."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import pair, widened
+from .._arguments import numbers_to, pair, widened
 from .._declared import declared
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
@@ -61,8 +60,8 @@ def masked_conv2d(
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
     wide = widened(features, features)  # The gradients of a pixel's taps add up in this type.
     padded = F.pad(wide, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
-    tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]
-    tap_column = column[:, None, None] + torch.arange(KW, device=mask.device)
+    tap_row = row[:, None, None] + numbers_to(KH, mask)[:, None]
+    tap_column = column[:, None, None] + numbers_to(KW, mask)
     taps = padded[image[:, None, None], tap_row, tap_column]  # [K, KH, KW, C]
     values = F.linear(taps.flatten(1), kernel, bias)  # [K, C']
     output = values.new_zeros(B, height, width, weight.shape[0])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import empty_sum, is_index, widened
+from .._arguments import empty_sum, is_index, numbers_to, widened
 from .._declared import declared
 from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
@@ -196,7 +196,7 @@ def assign_score_withk(
     (B, N, _, C), (P, K) = point_features.shape, scores.shape[1:3]
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + empty_sum(point_features, scores)
-    cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
+    cloud = numbers_to(B, knn_idx)[:, None, None]
     is_inside = is_index(knn_idx, N)
     is_inside = (is_inside & is_inside[..., :1])[..., None, None]
     index = knn_idx.long().clamp(0, N - 1)

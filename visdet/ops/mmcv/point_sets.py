@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, widened
+from .._arguments import computation_dtype, exact, widened
 from .._declared import declared
 from ..box_iou_rotated import cross_of, polygon_area, shared_area
 from ..point_neighbours import row_ranges
@@ -19,13 +19,13 @@ def _origin_beside(points: Tensor) -> Tensor:  # [N, 2 * K] -> [N, 1, 2] float64
 
     They are at least as far from it as they are apart, up to a power of two, which leaves whole numbers whole.
     """
-    low, high = points.detach().double().unflatten(1, (-1, 2)).aminmax(dim=1, keepdim=True)
+    low, high = exact(points).unflatten(1, (-1, 2)).aminmax(dim=1, keepdim=True)
     extent = (high - low).amax(2, keepdim=True)
     return low - torch.where(extent > 0, extent / extent.frexp().mantissa, extent)
 
 
 def _moved(points: Tensor, by: Tensor) -> Tensor:
-    return (points.detach().double().unflatten(1, (-1, 2)) + by).flatten(1)
+    return (exact(points).unflatten(1, (-1, 2)) + by).flatten(1)
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    return _convex_iou(pointsets.detach().double(), polygons.detach().double()).to(pointsets)
+    return _convex_iou(exact(pointsets), exact(polygons)).to(pointsets)
 
 
 def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, 
     Where sides or corners coincide, the derivatives are those of one side.
     """
     with torch.enable_grad():
-        leaf = pointsets.detach().double().requires_grad_()
+        leaf = exact(pointsets).requires_grad_()
         points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
         p = _hulls(points)
         areas, q_areas, common = (
@@ -221,7 +221,7 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Source: The signature is mmcv's.
     """
-    return _points_in_polygons(points.detach().double(), polygons.detach().double())
+    return _points_in_polygons(exact(points), exact(polygons))
 
 
 def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import constant, empty_sum, places_in_groups, widened
+from .._arguments import constant, empty_sum, numbers_to, places_in_groups, widened
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -159,7 +159,7 @@ def pairs_of(collected: Tensor) -> tuple[Tensor, Tensor]:
 def places_of(argmax: Tensor) -> Tensor:  # [..., C] -> [1, ..., 1]
     """Return the places of the features [N, C] of points and of all channels, and numbers below 0 for no point, -1."""
     C = argmax.shape[-1]
-    return torch.arange(C, device=argmax.device).add(argmax, alpha=C).view(1, -1, 1)
+    return numbers_to(C, argmax).add(argmax, alpha=C).view(1, -1, 1)
 
 
 def first_of_groups(
@@ -281,7 +281,7 @@ def roipoint_pool3d(
     is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
     if N == 0:
         return pooled.to(point_features), is_empty
-    slots = torch.arange(num_sampled_points, device=points.device)
+    slots = numbers_to(num_sampled_points, points)
     parts = []
     for image, (cloud, its_boxes) in enumerate(zip(inside, boxes, strict=True)):
         for rows in row_ranges(len(its_boxes), N):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import constant, pair
+from .._arguments import constant, numbers_to, pair
 from .._declared import declared
 from .._modules import OperatorModule
 from .._roi_sampling import MAP, ROTATED
@@ -67,7 +67,7 @@ def riroi_align_rotated(
     turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
     start = turn.floor()
     fraction = (turn - start)[:, None, None, None, None].to(pooled)
-    first = (torch.arange(G, device=rois.device) - start[:, None]).remainder(G).long()  # [N, G]
+    first = (numbers_to(G, rois) - start[:, None]).remainder(G).long()  # [N, G]
     oriented = pooled.unflatten(1, (-1, G))
 
     def take(orientation: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, check_that, computation_dtype, empty_sum, is_index, places_in_groups
+from .._arguments import (
+    check_layout,
+    check_that,
+    computation_dtype,
+    empty_sum,
+    is_index,
+    numbers_to,
+    places_in_groups,
+)
 from .._declared import check_indices, declared
 from .voxels import keys_of_rows, rows_of_keys
 
@@ -124,7 +132,7 @@ def _of_each_tap(
     fits = all(0 <= number <= P for number in numbers)
     check_that(fits, "indice_conv", "indice_pair_num", "be in 0..{}", numbers, P)
     source, target = (1, 0) if inverse else (0, 1)
-    counts_pair = torch.arange(P, device=pairs.device) < counts[:, None]
+    counts_pair = numbers_to(P, pairs) < counts[:, None]
     check_indices("indice_conv", "indice_pairs", wide[:, source][counts_pair], inputs, "inputs and outputs")
     check_indices("indice_conv", "indice_pairs", wide[:, target][counts_pair], outputs, "inputs and outputs")
     return [(k, wide[k, source, :n], wide[k, target, :n]) for k, n in enumerate(numbers) if n > 0]

@@ -14,6 +14,7 @@ from .._arguments import (
     computation_dtype,
     constant,
     is_index,
+    numbers_to,
     places_in_groups,
     widened,
 )
@@ -343,6 +344,6 @@ def voxel_pooling(
     (B, _, C), (W, H, D) = input_features.shape, (int(size) for size in voxel_num)
     x, y, z = geom_xyz.long().unbind(2)
     is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
-    image = torch.arange(B, device=x.device)[:, None]
+    image = numbers_to(B, x)[:, None]
     cell = torch.where(is_inside, (image * H + y) * W + x, B * H * W)
     return _sum_into(cell.flatten(), input_features.flatten(0, 1), B * H * W).view(B, H, W, C)
