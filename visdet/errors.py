@@ -119,16 +119,19 @@ def build_step(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         notes = hints_of(error)
-        inner = next((note for note in notes if note.startswith(_BUILDING)), None)
-        if inner is None:
-            add_hint(error, f"{_BUILDING}{name}")
+        for place, note in enumerate(notes):
+            if note.startswith(_BUILDING):
+                notes[place] = f"{_BUILDING}{name} > {note.removeprefix(_BUILDING)}"
+                break
         else:
-            notes[notes.index(inner)] = f"{_BUILDING}{name} > {inner.removeprefix(_BUILDING)}"
-            error.__notes__ = notes  # type: ignore[attr-defined]
+            notes.append(f"{_BUILDING}{name}")
+        error.__notes__ = notes  # type: ignore[attr-defined]
         raise
 
 
 def built_names(error: BaseException) -> list[str]:
     """Return the names of the :func:`build_step` blocks that an error has passed through, the outermost first."""
-    inner = next((note for note in hints_of(error) if note.startswith(_BUILDING)), None)
-    return [] if inner is None else inner.removeprefix(_BUILDING).split(" > ")
+    for note in hints_of(error):
+        if note.startswith(_BUILDING):
+            return note.removeprefix(_BUILDING).split(" > ")
+    return []

@@ -15,8 +15,10 @@ import re
 from typing import Any
 
 _CLOSING = {"[": "]", "(": ")", "{": "}", "d": ")"}  # the last one is that of dict(...)
+_QUOTED = re.compile(r"(['\"])((?:(?!\1).)*)\1", re.DOTALL)  # without such a quote within
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)
+_TRUTH = {"true": True, "false": False}
 
 
 def option_value(text: str) -> Any:
@@ -26,13 +28,14 @@ def option_value(text: str) -> Any:
         ValueError: a list, a tuple or a dict cannot be read. The message says which.
     """
     text = text.strip()
-    if len(text) > 1 and text[0] in "'\"" and text.find(text[0], 1) == len(text) - 1:
-        inner = text[1:-1]  # Some shells leave the quotes that keep brackets from them.
-        return option_value(inner) if inner.strip()[:1] in ("[", "(", "{") else inner
+    if quoted := _QUOTED.fullmatch(text):
+        inner = quoted[2]  # Some shells leave the quotes that keep brackets from them.
+        return option_value(inner) if inner.lstrip().startswith(("[", "(", "{")) else inner
+    source = text.replace("\\", "\\\\")
     try:
-        node = ast.parse(text.replace("\\", "\\\\"), mode="eval").body
+        node = ast.parse(source, mode="eval").body
     except SyntaxError:
-        is_collection = text[:1] in ("[", "(", "{") or text.startswith("dict(")
+        is_collection = text.startswith(("[", "(", "{", "dict("))
         is_closed = sum(map(text.count, "[({")) == sum(map(text.count, "])}"))
         if is_collection and (text[-1] == _CLOSING[text[0]] or not is_closed):
             raise ValueError(
@@ -40,7 +43,7 @@ def option_value(text: str) -> Any:
             ) from None
         parts = text.removesuffix(",").split(",")
         return [option_value(part) for part in parts] if "," in text else text
-    value = _value(node, text.replace("\\", "\\\\"))
+    value = _value(node, source)
     return text if "#" in text and "#" not in str(value) else value  # It would begin a comment of Python's.
 
 
@@ -72,7 +75,7 @@ def _value(node: Any, source: str) -> Any:
         return ast.literal_eval(text)
     if _NOT_FINITE.fullmatch(text):
         return float(text)
-    return text.lower() == "true" if text.lower() in ("true", "false") else text.replace("\\\\", "\\")
+    return _TRUTH.get(text.lower(), text.replace("\\\\", "\\"))
 
 
 class CfgOptions(argparse.Action):

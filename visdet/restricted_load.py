@@ -129,12 +129,13 @@ class _History(_Unfinished):
 
 def _array(content: Any, dtype: _DType, shape: tuple, order: str, axis_order: Any = None) -> np.ndarray:
     """Return a new array of ``content``: the bytes, or a list for an array of Python objects."""
-    if dtype.value.hasobject:
+    kind = dtype.value
+    if kind.hasobject:
         flat = np.empty(len(content), object)
         for index, item in enumerate(_finished(list(content))):
             flat[index] = item  # numpy would look for further axes in lists that are assigned at once.
     else:  # This refuses types that hold objects.
-        flat = np.frombuffer(content, dtype.value) if content else np.empty(0, dtype.value)
+        flat = np.frombuffer(content, kind) if content else np.empty(0, kind)
     if axis_order is not None and order == "K":
         return flat.reshape(shape).transpose(axis_order).copy(order="K")
     return flat.reshape(shape, order="F" if order == "F" else "C").copy(order="K")
@@ -154,10 +155,6 @@ def _scalar(dtype: _DType, content: Any) -> Any:
     return _array(content, dtype, (), "C")[()]
 
 
-def _reconstruct(*_options: Any) -> _Array:
-    return _Array()
-
-
 def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
@@ -174,8 +171,8 @@ _NUMPY_GLOBALS: dict[str, Callable] = {
     "numpy.ndarray": _Array,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
-    "numpy.core.multiarray._reconstruct": _reconstruct,
-    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
     "numpy.core.numeric._frombuffer": _frombuffer,
     "numpy._core.numeric._frombuffer": _frombuffer,
 }
@@ -211,32 +208,35 @@ class _Finishing:
     def result_of(self, value: Any) -> Any:
         content: Any = vars(value) if isinstance(value, Namespace) else value
         if isinstance(value, _Unfinished):
-            if value.value is None:
+            finished = value.value
+            if finished is None:
                 raise pickle.UnpicklingError("one of its arrays has no content")
-            return value.value
+            return finished
         if type(content) is not tuple and not isinstance(content, dict | list):
             self.num_values += 1
             return value
-        if id(value) not in self.done:
-            self.done[id(value)] = None
+        done, place, finish = self.done, id(value), self.result_of
+        if place not in done:
+            done[place] = None
             before = self.num_values
             result: Any = value
             if isinstance(content, tuple):
-                result = tuple(map(self.result_of, content))
+                result = tuple(map(finish, content))
             else:
                 for key, item in list(content.items() if isinstance(content, dict) else enumerate(content)):
-                    content[key] = self.result_of(item)
-            self.done[id(value)] = value, result, self.num_values - before
+                    content[key] = finish(item)
+            done[place] = value, result, self.num_values - before
             return result
-        known = self.done[id(value)]
+        known = done[place]
         if known is None:
             raise pickle.UnpicklingError("one of its containers holds itself")
-        self.num_values += known[2]
+        _, result, count = known
+        self.num_values += count
         if self.num_values > _MOST_VALUES:
             raise pickle.UnpicklingError(
                 f"its containers share parts, so that they hold over {_MOST_VALUES} values"
             )
-        return known[1]
+        return result
 
 
 class _NumpyUnpickler(pickle.Unpickler):

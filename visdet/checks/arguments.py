@@ -7,6 +7,7 @@ A class that a registry of visdet registers checks the arguments of its construc
 import functools
 import inspect
 import math
+import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
@@ -49,12 +50,14 @@ class Range(NamedTuple):
 
     def has(self, value: float) -> bool:
         """Return whether a number is in the range."""
-        return self.least <= value <= self.most and not (self.is_open and value == self.least)
+        least, most, is_open = self
+        return least <= value <= most and not (is_open and value == least)
 
     def __str__(self) -> str:
-        if self.is_open:
-            return f"above {self.least}" + (f" and up to {self.most}" if self.most < math.inf else "")
-        return f"from {self.least} to {self.most}" if self.most < math.inf else f"of {self.least} or more"
+        least, most, is_open = self
+        if is_open:
+            return f"above {least}" + (f" and up to {most}" if most < math.inf else "")
+        return f"from {least} to {most}" if most < math.inf else f"of {least} or more"
 
 
 class Distinct:
@@ -108,20 +111,22 @@ def checked(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         signature = _signature(function)
+        parameters = signature.parameters
         name = type(args[0]).__name__ if is_of_object else function.__name__
         try:
             bound = signature.bind(*args, **_own_arguments(name, function, kwargs))
         except TypeError as error:
-            known = ", ".join(key for key in signature.parameters if key != "self")
+            known = ", ".join(key for key in parameters if key != "self")
             accepts = f"; it accepts {known}" if "unexpected" in str(error) else ""
             for other, here in getattr(function, "other_names", {}).items():
                 if other in kwargs:
                     accepts = f"; write {here}"
             raise InvalidTypeError(f"{name}() {error}{accepts}") from None
-        for key, value in bound.arguments.items():
-            parameter = signature.parameters[key]
+        arguments = bound.arguments
+        for key, value in arguments.items():
+            parameter = parameters[key]
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                bound.arguments[key] = checked_value(f"{name}: {key}", value, parameter.annotation)
+                arguments[key] = checked_value(f"{name}: {key}", value, parameter.annotation)
         return function(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]
@@ -169,9 +174,10 @@ def _own_arguments(name: str, function: Callable, given: dict[str, Any]) -> dict
     for key in given.keys() & others.keys():
         value, here = given[key], others[key]
         if isinstance(here, SameAs):
-            if here.name in own:
-                raise InvalidTypeError(f"{name}() got {key} and {here.name}, which are the same argument")
-            own[here.name] = value
+            (same,) = here
+            if same in own:
+                raise InvalidTypeError(f"{name}() got {key} and {same}, which are the same argument")
+            own[same] = value
         elif here is not ... and value != here:
             raise InvalidInputError(
                 f"{name}: {key} must be {here!r}, because nothing else is supported, got {value!r:.200}"
@@ -242,16 +248,16 @@ def _signature(function: Callable) -> inspect.Signature:
 
 def _converted(value: Any, hint: Any) -> Any:
     """Return a value that fits an annotation, or raise _DoesNotFit."""
-    if not (type(value) in _PLAIN or isinstance(value, dict)):
-        return value
-    if hint in (Any, inspect.Parameter.empty):
+    is_of_config = type(value) in _PLAIN or isinstance(value, dict)
+    if not is_of_config or hint in (Any, inspect.Parameter.empty):
         return value
     if isinstance(value, float) and math.isnan(value):
         raise _DoesNotFit
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        converted = _converted(value, inner[0])
-        return _accept(converted, all(limit.has(converted) for limit in inner[1:]))
+        plain, *limits = inner
+        converted = _converted(value, plain)
+        return _accept(converted, all(limit.has(converted) for limit in limits))
     if origin in (Union, UnionType):
         # An option that takes the value as it is comes before one that converts it.
         options = sorted(inner, key=lambda option: option is not type(value))
@@ -301,14 +307,12 @@ def _converted_items(value: Any, kind: type, inner: tuple) -> Any:
         return _accept(value, isinstance(value, dict))
     if not isinstance(value, (list, tuple)):
         return _accept(value, isinstance(value, dict) and kind.__name__ in ("Collection", "Iterable"))
-    if issubclass(kind, tuple) and inner and inner[-1] is not Ellipsis:
-        if len(inner) != len(value):
-            raise _DoesNotFit
-        pairs = list(zip(value, inner, strict=True))
-    else:
-        pairs = [(item, inner[0] if inner else Any) for item in value]
-    converted = type(value)(_converted(item, hint) for item, hint in pairs)
-    return value if all(new is old for new, old in zip(converted, value, strict=True)) else converted
+    count = len(value)
+    has_lengths = issubclass(kind, tuple) and inner and inner[-1] is not Ellipsis
+    hints = inner if has_lengths else (inner[:1] or (Any,)) * count
+    _accept(value, len(hints) == count)
+    converted = type(value)(map(_converted, value, hints))
+    return value if all(map(operator.is_, converted, value)) else converted
 
 
 def _accept(value: Any, fits: bool) -> Any:
@@ -321,7 +325,8 @@ def _text(hint: Any) -> str:
     """Return an annotation as a reader writes it."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join([_text(inner[0]), *map(str, inner[1:])])
+        plain, *limits = inner
+        return " ".join([_text(plain), *map(str, limits)])
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if origin in (Union, UnionType):

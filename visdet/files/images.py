@@ -140,8 +140,9 @@ def opened(
         reader: the name of the transform, for messages. path: the file. of: more words on it, for messages.
         backend_args: mmengine's file backend. max_pixels: see :func:`open_image`.
     """
-    with reading(f"{reader}: image {path}{of}"):
-        check_no_pipe(path, f"{reader}: image {path}{of}")
+    what = f"{reader}: image {path}{of}"
+    with reading(what):
+        check_no_pipe(path, what)
         content = fileio.get(path, backend_args=backend_args)
     with open_image(f"{path}{of}", content, f"{reader}: ", max_pixels) as image:
         say_extra_frames(reader, path, image)
@@ -150,17 +151,16 @@ def opened(
 
 def to_rgb(image: Image.Image, reader: str, path: str) -> np.ndarray:
     """Return the RGB values of an image of any mode, uint8 [H, W, 3]. The others are as for :func:`opened`."""
-    if image.mode.startswith(("I", "F")):
+    mode = image.mode
+    if mode.startswith(("I", "F")):
         values = np.asarray(image)
-        if image.mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
-            raise ValueError(
-                f"values of mode {image.mode} do not fit 16 bits; convert the file to 8 or 16 bits"
-            )
+        if mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
+            raise ValueError(f"values of mode {mode} do not fit 16 bits; convert the file to 8 or 16 bits")
         upper_byte = upper_bytes(values.astype(np.uint16), reader, path)
         return np.repeat(upper_byte[..., None], 3, axis=2)
-    if image.mode == "P" and "transparency" in image.info:
+    if mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns without this step. The colours of the palette stay.
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    return np.array(image if mode == "RGB" else image.convert("RGB"))
 
 
 def orientation_of(image: Image.Image) -> int:

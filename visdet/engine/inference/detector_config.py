@@ -59,10 +59,13 @@ def test_pipeline(cfg: Config) -> list[dict]:
 
 def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
-    meta = meta_of(checkpoint)
-    dataset = _test_dataset(cfg)
-    of_checkpoint, older_names = meta.get("dataset_meta"), meta.get("CLASSES")
-    found = of_checkpoint or dataset.get("metainfo") or {}
+    meta, dataset = meta_of(checkpoint), _test_dataset(cfg)
+    of_checkpoint, older_names, metainfo = (
+        meta.get("dataset_meta"),
+        meta.get("CLASSES"),
+        dataset.get("metainfo"),
+    )
+    found = of_checkpoint or metainfo or {}
     owner = "test_dataloader.dataset.metainfo"
     if of_checkpoint or older_names:
         owner = f"checkpoint {path}: meta['dataset_meta']"
@@ -73,14 +76,15 @@ def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.M
             found = default
     if not isinstance(found, dict):
         return checked_classes(found, owner)
-    classes = found.get("classes") or found.get("CLASSES") or older_names
+    named = found.get
+    classes = named("classes") or named("CLASSES") or older_names
     if classes is None:
         raise ConfigError(
             "neither the checkpoint nor the config names the classes. Name them with "
             "--cfg-options test_dataloader.dataset.metainfo.classes=\"('a','b')\""
         )
     trained = lists_of_checkpoint(checkpoint).get("classes")
-    given = class_lists(dataset.get("metainfo")).get("classes")
+    given = class_lists(metainfo).get("classes")
     if trained and given and set(trained) != set(given):
         say(
             f"the classes are those of the checkpoint, {listed(trained)}, and not the config's {listed(given)}"
