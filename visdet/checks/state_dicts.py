@@ -19,8 +19,12 @@ def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
 
 def parameters_of(model: nn.Module) -> tuple[int, int]:
     """Return how many numbers the parameters of a model have, and how many of them are trained."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = trained = 0
+    for parameter in model.parameters():
+        count = parameter.numel()
+        total += count
+        trained += count if parameter.requires_grad else 0
+    return total, trained
 
 
 def is_dense(value: Any) -> bool:
@@ -37,10 +41,11 @@ def kind_of_numbers(value: Tensor) -> str:
 
     A conversion to another kind loses information, or takes numbers that are scaled for what they are not.
     """
-    if value.is_floating_point() and value.element_size() > 1:
+    dtype = value.dtype
+    if dtype.is_floating_point and dtype.itemsize > 1:
         return "float"
-    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-    return "integer" if is_integer else str(value.dtype)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return "integer" if is_integer else str(dtype)
 
 
 def differing(
@@ -53,9 +58,10 @@ def differing(
         own = expected.get(key)
         if not isinstance(own, Tensor):
             continue
-        if not is_dense(value) or value.shape != own.shape:
-            found = list(value.shape) if is_dense(value) else type(value).__name__
-            shapes[key] = f"{key} {found} for {list(own.shape)}"
+        shape = list(own.shape)
+        found = list(value.shape) if is_dense(value) else type(value).__name__
+        if found != shape:
+            shapes[key] = f"{key} {found} for {shape}"
         elif kind_of_numbers(value) != kind_of_numbers(own) and not key.endswith("num_batches_tracked"):
             types[key] = f"{key} {value.dtype} for {own.dtype}"
     return shapes, types

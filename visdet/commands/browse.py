@@ -15,23 +15,22 @@ from visdet.command_line import add_config_arguments, add_options, positive_int
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     add_config_arguments(parser)
-    parser.add_argument(
+    add(
         "--out-dir",
         "--output-dir",
         dest="output_dir",
         help="write the pictures to this folder, and sheet.png with the first twelve",
     )
-    parser.add_argument("--not-show", action="store_true", help="do not open a window")
-    parser.add_argument(
+    add("--not-show", action="store_true", help="do not open a window")
+    add(
         "--split",
         choices=("train", "val", "test"),
         default="train",
         help="data set to show (default: %(default)s)",
     )
-    parser.add_argument(
-        "--number", type=positive_int, default=24, help="number of samples to show (default: %(default)s)"
-    )
+    add("--number", type=positive_int, default=24, help="number of samples to show (default: %(default)s)")
     add_options(
         parser,
         show_interval=(0.0, "seconds for which each picture is shown; 0 waits for a key"),

@@ -10,25 +10,26 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("graph", metavar="GRAPH.onnx", help="the graph")
-    parser.add_argument(
+    add = parser.add_argument
+    add("graph", metavar="GRAPH.onnx", help="the graph")
+    add(
         "--model",
         nargs="+",
         required=True,
         help="hf:FOLDER of transformers; CONFIG CHECKPOINT of visdet; or MODULE:FUNCTION or FILE.py:FUNCTION, which "
         "returns a module of torch or a visdet.export.Reference",
     )
-    parser.add_argument(
+    add(
         "--images",
         required=True,
         help="a folder of pictures, or an annotation file of COCO, on which mAP is compared, too",
     )
-    parser.add_argument(
+    add(
         "--runtime",
         default="onnxruntime",
         help="onnxruntime, openvino or openvino-f32 (default: onnxruntime)",
     )
-    parser.add_argument(
+    add(
         "--limit",
         type=float,
         default=1e-4,

@@ -17,9 +17,10 @@ _FORMATS = ("yolo", "voc", "csv", "coco", "dota", "label-studio")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("folder", help="the folder of the data set")
-    parser.add_argument("--out-dir", type=folder_name, help="folder of the COCO files (default: FOLDER)")
-    parser.add_argument("--format", choices=_FORMATS, help="by default, it is found")
+    add = parser.add_argument
+    add("folder", help="the folder of the data set")
+    add("--out-dir", type=folder_name, help="folder of the COCO files (default: FOLDER)")
+    add("--format", choices=_FORMATS, help="by default, it is found")
     add_options(
         parser,
         val_share=(0.2, "share of the training images for validation, if the data set has no such split"),

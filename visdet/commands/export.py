@@ -12,22 +12,23 @@ from visdet.command_line import add_config_arguments, folder_name, options_of, p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     add_config_arguments(parser, "checkpoint")
-    parser.add_argument("--format", default="pt2", help="pt2, aoti, onnx or openvino (default: pt2)")
-    parser.add_argument(
+    add("--format", default="pt2", help="pt2, aoti, onnx or openvino (default: pt2)")
+    add(
         "--out",
         type=folder_name,
         default="exported",
         metavar="FOLDER",
         help="folder to write (default: exported)",
     )
-    parser.add_argument(
+    add(
         "--precision",
         default="float32",
         help="float32, float16, bfloat16 or int8, of the backbone and the neck; what follows is float32, with "
         "bfloat16 but for linear layers (default: float32)",
     )
-    parser.add_argument(
+    add(
         "--custom-op",
         metavar="RUNTIME",
         help="openvino: nodes of visdet's CPU kernels in that format. tensorrt: NVIDIA's plugin in the format onnx",
@@ -43,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--dynamic", action="store_true", help="accept images of any size (the default where the model can)"
     )
-    parser.add_argument(
+    add(
         "--batch",
         type=positive_int,
         metavar="N",
         help="accept N images at once, as tensors (default: one picture, or any number with --no-embed)",
     )
-    parser.add_argument(
+    add(
         "--embed",
         action=argparse.BooleanOptionalAction,
         help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads (default: "
@@ -69,15 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not run what was written; the report says so",
     )
-    parser.add_argument(
-        "--bench", action="store_true", help="measure latencies of the exported model and of the model"
-    )
-    parser.add_argument(
+    add("--bench", action="store_true", help="measure latencies of the exported model and of the model")
+    add(
         "--trust-checkpoint",
         action="store_true",
         help="read every type in the checkpoint, which can run code from the file",
     )
-    parser.add_argument("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
+    add("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
 
 
 def run(args: argparse.Namespace) -> None:

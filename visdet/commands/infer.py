@@ -18,31 +18,28 @@ from visdet.command_line import add_config_arguments, folder_name, options_of, p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     names = ("checkpoint", "images")
     add_config_arguments(parser, *names, "--score-thr", "--graph", "--batch-size", "--amp", "--device")
-    parser.add_argument(
+    add(
         "--out-dir",
         type=folder_name,
         help="folder to write (default: the first of work_dirs/detections, work_dirs/detections_2 ... that is new)",
     )
-    parser.add_argument(
+    add(
         "--tiles",
         type=positive_int,
         metavar="SIDE",
         help="cut larger pictures into tiles of SIDE x SIDE pixels, for objects that are small in them",
     )
-    parser.add_argument(
-        "--overlap", type=float, default=0.2, help="share of a tile that the next one shows, too"
-    )
-    parser.add_argument(
+    add("--overlap", type=float, default=0.2, help="share of a tile that the next one shows, too")
+    add(
         "--nms",
         type=float,
         metavar="IOU",
         help="leave out a detection that a better one of its class overlaps so far",
     )
-    parser.add_argument(
-        "--json-only", action="store_true", help="write predictions.json alone, and no pictures"
-    )
+    add("--json-only", action="store_true", help="write predictions.json alone, and no pictures")
 
 
 def _with_progress(results: Iterator[Any], num_files: int) -> Iterable[Any]:

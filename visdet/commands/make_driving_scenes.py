@@ -10,9 +10,8 @@ from visdet.command_line import add_options, options_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "folder", nargs="?", default="data/driving_scenes", help="folder to write (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("folder", nargs="?", default="data/driving_scenes", help="folder to write (default: %(default)s)")
     add_options(
         parser,
         num_train=(160, "number of training scenes"),
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         num_frames=(20, "number of frames per scene"),
         seed=(0, "seed of the scenes"),
     )
-    parser.add_argument(
+    add(
         "--image-size",
         type=int,
         nargs=2,
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("H", "W"),
         help="height and width of an image in pixels (default: 96 256)",
     )
-    parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
+    add("--num-workers", type=int, help="number of processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,9 +11,8 @@ from visdet.command_line import add_options, options_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "folder", nargs="?", default="data/shapes", help="folder to write (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("folder", nargs="?", default="data/shapes", help="folder to write (default: %(default)s)")
     add_options(
         parser,
         num_train=(4000, "number of training images"),
@@ -21,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         image_size=(128, "height and width of an image in pixels"),
         seed=(0, "seed of the images"),
     )
-    parser.add_argument("--rotated", action="store_true", help="draw stretched shapes, with turned boxes")
-    parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
+    add("--rotated", action="store_true", help="draw stretched shapes, with turned boxes")
+    add("--num-workers", type=int, help="number of processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> None:

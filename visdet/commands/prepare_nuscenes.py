@@ -19,6 +19,7 @@ from visdet.command_line import add_options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("root", nargs="?", help="the folder of nuScenes, with v1.0-…/, samples/ and maps/")
     add_options(
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         version=("v1.0-trainval", "version of nuScenes"),
         out_dir=("data/infos", "folder to write"),
     )
-    parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
-    parser.add_argument("--no-map", action="store_true", help="write no map elements")
+    add("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
+    add("--no-map", action="store_true", help="write no map elements")
     source.add_argument(
         "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"
     )
@@ -36,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INFOS",
         help="check every frame of this info file and every image, and print what a config must say about it",
     )
-    parser.add_argument(
-        "--data-root", help="for --check: the folder that the paths in the file are relative to"
-    )
+    add("--data-root", help="for --check: the folder that the paths in the file are relative to")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -26,8 +26,9 @@ _LOGGERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     add_config_arguments(parser, "--data", "--work-dir", "--graph", "--launcher", needs_config=False)
-    parser.add_argument(
+    add(
         "--model",
         help="model for --data: the name of a config of the package, without its folder and the end _coco "
         "(default: dino-small)",
@@ -37,44 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--iters", type=positive_int, help="iterations of the run, over which the schedule stretches"
     )
     length.add_argument("--epochs", type=positive_int, help="epochs of the run")
-    parser.add_argument("--batch-size", type=positive_int, help="images of a training iteration")
-    parser.add_argument("--lr", type=float, help="learning rate")
-    parser.add_argument("--workers", type=int, help="processes that read the images")
-    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:1' (default: the GPU if there is one)")
-    parser.add_argument("--seed", type=seed_number, help="seed of all random numbers")
-    parser.add_argument(
+    add("--batch-size", type=positive_int, help="images of a training iteration")
+    add("--lr", type=float, help="learning rate")
+    add("--workers", type=int, help="processes that read the images")
+    add("--device", help="'cpu', 'cuda' or 'cuda:1' (default: the GPU if there is one)")
+    add("--seed", type=seed_number, help="seed of all random numbers")
+    add(
         "--deterministic",
         action="store_true",
         default=None,
         help="train to the same bits in every run, with the seed 0 if none is given; takes up to 1.4 times as long",
     )
-    parser.add_argument(
+    add(
         "--from",
         dest="from_",
         metavar="FILE|URL|NAME",
         help="start from weights of visdet, mmdet, transformers or an original implementation: a file, an address, or "
         "a name of docs/model_zoo.md; what does not fit, such as other classes, begins anew and is listed",
     )
-    parser.add_argument(
+    add(
         "--resume",
         nargs="?",
         const="auto",
         metavar="auto|PATH",
         help="continue from the newest checkpoint of the work_dir, if there is one, or from the file or folder PATH",
     )
-    parser.add_argument(
+    add(
         "--amp",
         action="store_true",
         help="train under bfloat16 autocast; a CPU without bfloat16 takes several times as long with it",
     )
-    parser.add_argument(
+    add(
         "--auto-scale-lr",
         action="store_true",
         help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
     )
-    parser.add_argument(
-        "--logger", choices=_LOGGERS, help="write the curves there, too; the package must be installed"
-    )
+    add("--logger", choices=_LOGGERS, help="write the curves there, too; the package must be installed")
 
 
 def run(args: argparse.Namespace) -> None:

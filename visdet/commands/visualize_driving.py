@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add = parser.add_argument
     add_config_arguments(parser, "--score-thr")
-    parser.add_argument(
+    add(
         "checkpoint",
         nargs="?",
         help="a checkpoint file or its http(s) address (default: draw the ground truth)",
@@ -34,20 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         out_dir=("work_dirs/driving_pictures", "folder to write"),
         reach=(32.0, "distance in metres that the top view shows in every direction"),
     )
-    parser.add_argument(
+    add(
         "--scenes",
         type=int,
         nargs="+",
         default=[0],
         help="numbers of the scenes to draw, from 0 (default: 0)",
     )
-    parser.add_argument(
+    add(
         "--max-frames",
         type=positive_int,
         default=1000,
         help="maximum number of frames to draw per scene (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--map-score-thr",
         type=float,
         help="leave out map lines with a lower score (default: as for boxes, or 0.4)",

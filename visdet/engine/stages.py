@@ -34,13 +34,14 @@ class StagedModel:
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Update the weights by a collated batch, and return the losses, and the norm of the gradients, for the log."""
-        module = unwrapped(self.model)
+        model = self.model
+        module = unwrapped(model)
         if not has_stages(module, "loss"):
-            log = self.model.train_step(data, optim_wrapper=optim_wrapper)
+            log = model.train_step(data, optim_wrapper=optim_wrapper)
         else:
-            with optim_wrapper.optim_context(self.model):
+            with optim_wrapper.optim_context(model):
                 # A wrapper, such as DistributedDataParallel, must see the call.
-                losses = self.model(**module.data_preprocessor(data, True), mode=self.losses)
+                losses = model(**module.data_preprocessor(data, True), mode=self.losses)
             total, log = module.parse_losses(losses)
             optim_wrapper.update_params(total)
         return log | optim_wrapper.take_grad_norm() if isinstance(optim_wrapper, OptimWrapper) else log

@@ -51,23 +51,22 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
         detector = Detector(cfg, device="cpu")
         height, width = shape or resized_to(cfg)
         model: Any = detector.model
-        frames = StagedModel(model)
         what = f"an image of {height} x {width} pixels (height x width)"
-        item = detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))
+        items = [detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))]
     else:
         model = build_model(cfg, cfg.model).eval()
         try:
-            earlier, item, what = _samples(cfg)
+            *items, what = _samples(cfg)
         except (MissingFileError, ConfigError) as error:
             return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
-        frames = StagedModel(model)
-        with torch.no_grad():
-            frames.test_step(pseudo_collate([earlier]))
-    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    frames = StagedModel(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # The counter fails on a parameter that a part gets as an argument.
-    with torch.no_grad(), counter:
-        frames.test_step(pseudo_collate([item]))
+    with torch.no_grad():
+        for item in items:
+            counter = FlopCounterMode(display=False, custom_mapping=_formulas())  # The last one counts.
+            with counter:
+                frames.test_step(pseudo_collate([item]))
     for parameter in trained:
         parameter.requires_grad_(True)
     counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}

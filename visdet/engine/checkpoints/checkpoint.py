@@ -100,14 +100,15 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = F
         CheckpointError: the file holds a type that is not on the list and ``trust`` is False, or the storage
             reports an error.
     """
-    check_checkpoint_exists(path)
-    address = _address_of(str(path))
+    given = str(path)
+    check_checkpoint_exists(given)
+    address = _address_of(given)
     if address is None:
-        return _content_of(str(path), str(path), map_location, trust)
+        return _content_of(given, given, map_location, trust)
     cached = _place_in_cache(address)
     if cached.exists():
         try:
-            return _content_of(str(cached), f"{path} in the cache, {cached},", map_location, trust)
+            return _content_of(str(cached), f"{given} in the cache, {cached},", map_location, trust)
         except DamagedCheckpointError as error:
             say(f"{error}; it is downloaded again")
     return _downloaded(address, cached, map_location, trust)
@@ -230,21 +231,21 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
 
 
 def _read(file: BinaryIO, map_location: Any, trust: bool) -> Any:
-    if zipfile.is_zipfile(file):
+    is_archive = zipfile.is_zipfile(file)
+    if is_archive:
         _check_archive(file)
-    else:
-        file.seek(0)
-        start = file.read(64)
+    file.seek(0)
+    start = file.read(64)
+    file.seek(0)
+    if not is_archive:
         if start[8:9] == b"{":  # after the length of the header
             from safetensors.torch import load
 
-            file.seek(0)
             return load(file.read())
         if start.startswith(b"PK"):
             raise zipfile.BadZipFile("its end is missing")
         if reason := start_of_other_file(start):
             raise zipfile.BadZipFile(f"it {reason}")
-    file.seek(0)
     if trust:
         return torch.load(file, map_location=map_location, weights_only=False)
     return load_restricted(file, map_location=map_location)
@@ -325,5 +326,6 @@ def _fetch(address: str, file: Path) -> None:
         raise DamagedCheckpointError(
             f"checkpoint {address} cannot be read: {size} of its {length} bytes have come"
         )
-    if expected is not None and not checksum.hexdigest().startswith(expected):
-        raise ValueError(f"invalid hash value (expected {expected!r}, got {checksum.hexdigest()!r})")
+    found = checksum.hexdigest()
+    if expected is not None and not found.startswith(expected):
+        raise ValueError(f"invalid hash value (expected {expected!r}, got {found!r})")

@@ -296,12 +296,13 @@ def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, A
 
 def _told(error: BaseException, path: str) -> BaseException:
     """Return a ConfigError if a config raised an error, and the error with a hint if code of the user did."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    if last.filename == os.path.abspath(path):
-        place = f"({_shown(path)}, line {last.lineno})"
-        return ConfigError(f"config {_shown(path)} cannot be read: {type(error).__name__}: {error} {place}")
-    if not last.filename.startswith(os.path.dirname(mmengine.__file__)) or str(error).startswith("Failed to"):
-        add_hint(error, f"while reading the config {_shown(path)}")
+    last, shown = traceback.extract_tb(error.__traceback__)[-1], _shown(path)
+    file = last.filename
+    if file == os.path.abspath(path):
+        place = f"({shown}, line {last.lineno})"
+        return ConfigError(f"config {shown} cannot be read: {type(error).__name__}: {error} {place}")
+    if not file.startswith(os.path.dirname(mmengine.__file__)) or str(error).startswith("Failed to"):
+        add_hint(error, f"while reading the config {shown}")
     return error
 
 

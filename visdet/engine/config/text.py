@@ -91,12 +91,19 @@ def _code(value: Any, used: int, indent: str) -> str:
     Args:
         used: the number of characters that stand in its first line already. indent: that of its last line.
     """
-    parts = _parts(value)
-    if parts is None:
-        return _code_of_leaf(value) or repr(_ADDRESS.sub("", repr(value)))
-    opening, items, closing = parts
+    match value:
+        case dict():
+            are_names = all(map(_is_name, value))
+            opening, closing = ("dict(", ")") if are_names else "{}"
+            items = sorted(value.items(), key=lambda item: str(item[0]))
+            parts = [(f"{key}=" if are_names else f"{key!r}: ", item) for key, item in items]
+        case list() | tuple():
+            opening, closing = "[]" if isinstance(value, list) else "()"
+            parts = [("", item) for item in value]
+        case _:
+            return _code_of_leaf(value) or repr(_ADDRESS.sub("", repr(value)))
     inner = indent + _INDENT
-    codes = [key + _code(item, len(inner) + len(key) + 1, inner) for key, item in items]
+    codes = [key + _code(item, len(inner) + len(key) + 1, inner) for key, item in parts]
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
     line = f"{opening}{', '.join(codes)}{comma}{closing}"
     if "\n" not in line and used + len(line) <= _WIDTH:
@@ -105,14 +112,6 @@ def _code(value: Any, used: int, indent: str) -> str:
     return f"{opening}\n{lines}{indent}{closing}"
 
 
-def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
-    """Return the opening, the (prefix, item) pairs and the closing of a dict, list or tuple; None for other values."""
-    if isinstance(value, dict):
-        items = sorted(value.items(), key=lambda item: str(item[0]))
-        if all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value):
-            return "dict(", [(f"{key}=", item) for key, item in items], ")"
-        return "{", [(f"{key!r}: ", item) for key, item in items], "}"
-    if isinstance(value, (list, tuple)):
-        opening, closing = "[]" if isinstance(value, list) else "()"
-        return opening, [("", item) for item in value], closing
-    return None
+def _is_name(key: Any) -> bool:
+    """Return whether the key of a dict may be a keyword of ``dict(...)``."""
+    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
+from mmengine.hooks import EarlyStoppingHook, EMAHook, Hook
 
 import visdet
 from visdet.checks.state_dicts import parameters_of
@@ -88,10 +88,10 @@ class RunReportHook(Hook):
             reason = "; ".join(reasons) or "a hook has set stop_training"
             say(f"stopped after {done} of {total} iterations: {reason}")
         say("written:")
-        hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        known = runner.message_hub.get_info
         written = {
-            "last checkpoint": hooks[0].last_ckpt if hooks else None,
-            "best checkpoint": runner.message_hub.get_info("best_ckpt"),
+            "last checkpoint": known("last_ckpt"),
+            "best checkpoint": known("best_ckpt"),
             "log": runner.logger.log_file,
             "pictures": val_pictures_folder(runner),
             "TensorBoard": os.path.join(runner.log_dir, "vis_data"),

@@ -35,8 +35,9 @@ def windows_of(height: int, width: int, side: int, overlap: float) -> list[Windo
 
 
 def _starts(length: int, side: int, overlap: float) -> list[int]:
-    count = 1 + math.ceil(max(length - side, 0) / (side * (1 - overlap)))
-    return np.linspace(0, max(length - side, 0), count).round().astype(int).tolist()
+    last = max(length - side, 0)
+    count = 1 + math.ceil(last / (side * (1 - overlap)))
+    return np.linspace(0, last, count).round().astype(int).tolist()
 
 
 def joined(

@@ -55,8 +55,9 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     width, height = expected
     times: list[float] = []
     stopped: BaseException | None = None
-    with written_whole(path, reaches_disk=False) as partial:
-        writer = _opened(str(partial), rate, expected)
+    with written_whole(path, reaches_disk=False) as file:
+        partial = str(file)
+        writer = _opened(partial, rate, expected)
         try:
             for result, picture in chain([first], drawn):
                 files = [str(result.path), path]
@@ -73,8 +74,8 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
             stopped = error
         finally:
             writer.release()
-        _check_complete(str(partial), len(times))
-        _set_times(str(partial), times, rate)
+        _check_complete(partial, len(times))
+        _set_times(partial, times, rate)
     if stopped is not None:
         raise stopped
 
@@ -114,17 +115,17 @@ def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
     import cv2
 
     log: Any = cv2.utils.logging
-    level = log.getLogLevel()
-    log.setLogLevel(log.LOG_LEVEL_SILENT)
+    level, set_level, kind = log.getLogLevel(), log.setLogLevel, cv2.VideoWriter
+    set_level(log.LOG_LEVEL_SILENT)
     try:
         for codec in ("avc1", "mp4v"):
-            writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*codec), rate, size)
+            writer = kind(path, kind.fourcc(*codec), rate, size)
             if writer.isOpened():
                 break
+        else:
+            raise UserError(f"OpenCV cannot write the video {path}")
     finally:
-        log.setLogLevel(level)
-    if not writer.isOpened():
-        raise UserError(f"OpenCV cannot write the video {path}")
+        set_level(level)
     if codec == "mp4v":
         say(
             "OpenCV has no H.264 here, so that the video is MPEG-4: players show it, but browsers do not. "

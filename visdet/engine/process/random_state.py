@@ -51,14 +51,15 @@ def preserved_cpu_state() -> Iterator[None]:
     numpy takes 0.2 ms to copy its state and to set it again, so that the block draws from another generator.
     """
     # numpy's stubs do not have these functions.
+    set_generator = np.random.set_bit_generator  # type: ignore[attr-defined]
     numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    np.random.set_bit_generator(_spare)  # type: ignore[attr-defined]
+    set_generator(_spare)
     python, of_torch = random.getstate(), torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
+        set_generator(numpy)
         torch.set_rng_state(of_torch)
 
 
