@@ -15,7 +15,7 @@ from nuscenes.eval.tracking import loaders
 from nuscenes.eval.tracking.algo import TrackingEvaluation
 from nuscenes.eval.tracking.data_classes import TrackingBox
 
-from visdet.evaluation.detection_curves import accumulate, average_precision, tp_error
+from visdet.evaluation.detection_curves import average_precision, match_frames, mean_errors
 from visdet.registry import METRICS
 
 
@@ -72,10 +72,11 @@ def test_detection_has_the_same_numbers(seed, name):
 
     for distance in (0.5, 1.0, 2.0, 4.0):
         theirs = algo.accumulate(boxes_of("gt_boxes"), boxes_of("boxes"), name, center_distance, distance)
-        ours = accumulate(frames, distance, np.pi if name == "barrier" else 2 * np.pi)
+        ours = match_frames(frames, distance)
+        errors = mean_errors(frames, ours, np.pi if name == "barrier" else 2 * np.pi)
         assert average_precision(ours) == pytest.approx(algo.calc_ap(theirs, 0.1, 0.1), abs=1e-12)
         for error in ("trans_err", "scale_err", "orient_err", "vel_err"):
-            assert tp_error(ours, error) == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error
+            assert errors[error] == pytest.approx(algo.calc_tp(theirs, 0.1, error), abs=1e-9), error
 
 
 # The devkit takes the names of its classes from this call, before it makes boxes.

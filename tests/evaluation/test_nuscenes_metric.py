@@ -4,7 +4,12 @@ import driving_frames
 import numpy as np
 import pytest
 
-from visdet.evaluation.detection_curves import accumulate, average_precision, tp_error
+from visdet.evaluation.detection_curves import (
+    average_precision,
+    errors_of_matches,
+    match_frames,
+    mean_errors,
+)
 from visdet.structures.poses import turn_about_z
 
 CLASSES = ("car", "pedestrian", "traffic_cone", "barrier")
@@ -29,7 +34,8 @@ def test_precision_and_errors_by_hand():
         frame([box(0, 0, velocity=(3.0, 4.0))], [(0.9, moving), (0.7, box(30, 0))]),
         frame([box(10, 0)], [(0.5, box(10, 0.4))]),
     ]
-    curve = accumulate(frames, 2.0)
+    curve = match_frames(frames, 2.0)
+    errors = errors_of_matches(frames, curve)
     # Recall 0.5 at precision 1 and again at 1/2, recall 1 at 2/3; linear between.
     recalls = np.linspace(0, 1, 101)
     precision = np.interp(recalls, [0.5, 0.5, 1.0], [1.0, 0.5, 2 / 3])
@@ -39,31 +45,30 @@ def test_precision_and_errors_by_hand():
     confidence = np.interp(recalls, [0.5, 0.5, 1.0], [0.9, 0.7, 0.5])
     np.testing.assert_allclose(curve.confidence, confidence)
     for name, first, second in (("trans_err", 1.0, 0.7), ("scale_err", 0.5, 0.25), ("orient_err", 0.5, 0.25)):
-        np.testing.assert_allclose(
-            curve.errors[name], np.interp(confidence, [0.5, 0.9], [second, first]), atol=1e-12
-        )
-        assert tp_error(curve, name) == pytest.approx(curve.errors[name][11:].mean())
-    assert curve.errors["vel_err"][0] == pytest.approx(0.5)
+        running = curve.running_mean(errors[name])
+        np.testing.assert_allclose(running, np.interp(confidence, [0.5, 0.9], [second, first]), atol=1e-12)
+        assert curve.mean_error(errors[name]) == pytest.approx(running[11:].mean())
+    assert errors["vel_err"][0] == pytest.approx(0.5)
 
 
 def test_matching_rules():
     truth = [box(0, 0), box(3, 0)]
     # The better one takes the nearest box, the other one may take the next if that is near enough.
     both = [frame(truth, [(0.9, box(1.4, 0)), (0.8, box(1.3, 0))])]
-    assert accumulate(both, 2.0).precision[-1] == 1.0
-    assert accumulate(both, 1.5).precision[-1] == 0.0
-    assert accumulate(both, 1.5).precision[49] == 1.0
+    assert match_frames(both, 2.0).precision[-1] == 1.0
+    assert match_frames(both, 1.5).precision[-1] == 0.0
+    assert match_frames(both, 1.5).precision[49] == 1.0
     # Exactly at the distance is too far.
-    assert accumulate([frame([box(0, 0)], [(0.5, box(2.0, 0))])], 2.0).confidence.max() == 0
+    assert match_frames([frame([box(0, 0)], [(0.5, box(2.0, 0))])], 2.0).confidence.max() == 0
     # Twice the same box: the second is wrong.
     twice = [frame(truth, [(0.9, box(0, 0)), (0.8, box(0, 0)), (0.7, box(3, 0))])]
-    assert accumulate(twice, 1.0).precision[-1] == pytest.approx(2 / 3)
+    assert match_frames(twice, 1.0).precision[-1] == pytest.approx(2 / 3)
 
 
 def test_angles_and_sizes():
     def orientation(truth_yaw, yaw, period=2 * np.pi):
         turned = frame([box(0, 0, yaw=truth_yaw)], [(0.5, box(0, 0, yaw=yaw))])
-        return tp_error(accumulate([turned], 2.0, period), "orient_err")
+        return mean_errors([turned], match_frames([turned], 2.0), period)["orient_err"]
 
     assert orientation(3.1, -3.1) == pytest.approx(2 * np.pi - 6.2)
     assert orientation(0.0, np.pi) == pytest.approx(np.pi)

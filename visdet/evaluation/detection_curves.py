@@ -1,7 +1,7 @@
 """Precision, recall and errors of boxes that are matched by the distance of their centres, as in nuScenes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +32,6 @@ class Matches:
         precision, confidence: [101], at the recalls 0, 0.01, …, 1.
         num_truths: number of true boxes.
         num_false: number of predictions without a match.
-        errors: the running means [101] of the errors by name.
     """
 
     frames: np.ndarray
@@ -43,7 +42,6 @@ class Matches:
     confidence: np.ndarray
     num_truths: int
     num_false: int
-    errors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def running_mean(self, values: np.ndarray, known: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Return the means [101] of the values [m] over the matches up to each recall.
@@ -55,9 +53,19 @@ class Matches:
         values, scores = values[known], self.scores[known]
         return np.interp(self.confidence[::-1], scores[::-1], _running_mean(values)[::-1])[::-1]
 
+    def mean_error(
+        self, values: np.ndarray, known: np.ndarray | slice = slice(None), unreached: float = 1.0
+    ) -> float:
+        """Return the mean of :meth:`running_mean` over the recalls above 0.1 up to the highest that is reached.
 
-def accumulate(frames: Sequence[Frame], max_distance: float, yaw_period: float = 2 * np.pi) -> Matches:
-    """Return the matches of one class with their errors.
+        If there are none, the result is ``unreached``.
+        """
+        end = 1 + np.flatnonzero(self.confidence).max(initial=0)
+        return float(self.running_mean(values, known)[_FIRST:end].mean()) if end > _FIRST else unreached
+
+
+def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
+    """Return the matches of the predictions and the true boxes of one class.
 
     In each frame the predictions, the highest score first, are matched with the nearest true box that is still free, if
     it is nearer than ``max_distance``.
@@ -65,20 +73,9 @@ def accumulate(frames: Sequence[Frame], max_distance: float, yaw_period: float =
     Args:
         frames: the boxes of each frame.
         max_distance: the greatest distance of a match in x and y, in metres.
-        yaw_period: the period of the yaw, which is pi for boxes without a front.
 
     Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
-    matches = match_frames(frames, max_distance)
-    errors = {name: np.ones(101) for name in TP_ERRORS}
-    if len(matches.frames):
-        measured = _errors(frames, matches, yaw_period)
-        errors = {name: matches.running_mean(values) for name, values in measured.items()}
-    return replace(matches, errors=errors)
-
-
-def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
-    """Return the matches of predictions and true boxes; see :func:`accumulate`."""
     num_truths = sum(len(frame["gt_boxes"]) for frame in frames)
     scores = np.concatenate([np.zeros(0), *(frame["scores"] for frame in frames)])
     none = np.zeros(0, np.int64)
@@ -132,8 +129,23 @@ def closeness_of(boxes: np.ndarray, truth: np.ndarray, max_distance: float) -> n
     return np.where(distances < max_distance, -distances, -np.inf)
 
 
-def _errors(frames: Sequence[Frame], matches: Matches, yaw_period: float) -> dict[str, np.ndarray]:
-    """Return the errors [m] of the matches by name, in the order of the matches."""
+def mean_errors(frames: Sequence[Frame], matches: Matches, yaw_period: float) -> dict[str, float]:
+    """Return :meth:`Matches.mean_error` of each of TP_ERRORS.
+
+    Args:
+        frames, matches: those of :func:`match_frames`.
+        yaw_period: the period of the yaw, which is pi for boxes without a front.
+    """
+    if not len(matches.frames):
+        return dict.fromkeys(TP_ERRORS, 1.0)
+    errors = errors_of_matches(frames, matches, yaw_period)
+    return {name: matches.mean_error(values) for name, values in errors.items()}
+
+
+def errors_of_matches(
+    frames: Sequence[Frame], matches: Matches, yaw_period: float = 2 * np.pi
+) -> dict[str, np.ndarray]:
+    """Return the errors [m] of the matches by name, in the order of the matches; see :func:`mean_errors`."""
 
     def matched(key: str, rows: np.ndarray) -> np.ndarray:
         return np.array([frames[frame][key][row] for frame, row in zip(matches.frames, rows, strict=True)])
@@ -168,12 +180,3 @@ def average_precision(curve: Matches) -> float:
     """Return the mean of the precision above 0.1 over the recalls above 0.1, scaled to 0..1."""
     precision = curve.precision[_FIRST:] - _LEAST_PRECISION
     return float(np.maximum(precision, 0).mean() / (1 - _LEAST_PRECISION))
-
-
-def tp_error(curve: Matches, name: str, unreached: float = 1.0) -> float:
-    """Return the mean of a running error over the recalls above 0.1 up to the highest that is reached.
-
-    If there are none, the result is ``unreached``.
-    """
-    end = 1 + np.flatnonzero(curve.confidence).max(initial=0)
-    return float(curve.errors[name][_FIRST:end].mean()) if end > _FIRST else unreached

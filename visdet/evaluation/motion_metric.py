@@ -1,7 +1,6 @@
 """Comparison of the predicted and the true trajectories of other road users."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.tables import table_text
 
-from .detection_curves import match_frames, take_nearest, tp_error
+from .detection_curves import match_frames, take_nearest
 from .driving_metric import DrivingBoxMetric, as_array
 
 # The merged class of each class of boxes. Classes that are not listed are not evaluated.
@@ -168,11 +167,8 @@ def motion_scores(
     known = ~np.isnan(errors).any(axis=1)
     scores = dict.fromkeys(_NAMES, float("nan"))
     if known.any():
-        running = {
-            name: matches.running_mean(column, known) for name, column in zip(_NAMES, errors.T, strict=False)
-        }
-        curve = replace(matches, errors=running)
-        scores |= {name: tp_error(curve, name, unreached=float("nan")) for name in running}
+        for name, column in zip(_NAMES, errors.T, strict=False):
+            scores[name] = matches.mean_error(column, known, unreached=np.nan)
     found = 0
     for frame in frames:
         taken = take_nearest(frame, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M)

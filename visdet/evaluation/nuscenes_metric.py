@@ -8,13 +8,7 @@ import numpy as np
 
 from visdet.registry import METRICS
 
-from .detection_curves import (
-    TP_ERRORS,
-    accumulate,
-    average_precision,
-    closeness_of,
-    tp_error,
-)
+from .detection_curves import TP_ERRORS, average_precision, closeness_of, match_frames, mean_errors
 from .driving_metric import DrivingBoxMetric, Objects, chosen, logged, mean_of
 from .precision_recall import Found, report_of
 
@@ -77,13 +71,12 @@ class NuScenesMetric(DrivingBoxMetric):
         for label, name in enumerate(self.names):
             frames = [_of_class(frame, label, name) for frame in counted]
             period = np.pi if name == "barrier" else 2 * np.pi
-            curves = {distance: accumulate(frames, distance, period) for distance in _DISTANCES}
+            curves = {distance: match_frames(frames, distance) for distance in _DISTANCES}
             precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
             rows[name] = {"boxes": curves[_TP_DISTANCE].num_truths, **precisions}
             rows[name]["AP"] = mean_of(list(precisions.values()))
-            for error in TP_ERRORS:
-                is_defined = error not in _UNDEFINED.get(name, ())
-                rows[name][error] = tp_error(curves[_TP_DISTANCE], error) if is_defined else np.nan
+            undefined = dict.fromkeys(_UNDEFINED.get(name, ()), np.nan)
+            rows[name] |= mean_errors(frames, curves[_TP_DISTANCE], period) | undefined
         means = {}
         for key in ("AP", *TP_ERRORS):
             means[key] = mean_of([row[key] for row in rows.values() if not np.isnan(row[key])])
