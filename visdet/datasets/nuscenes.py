@@ -199,11 +199,11 @@ class NuScenes3DDetTrackDataset(Dataset):
                     f"are 0 to {number - 1} ({', '.join(self.MAP_CLASSES)})"
                 )
             record["map_annos"] = info["map_annos"]
-        record.update(self._cameras(info))
+        record |= self._cameras(info)
         if "gt_boxes" in info:
-            record.update(self._annotations(info))
+            record |= self._annotations(info)
         if "gt_ego_fut_trajs" in info:
-            record.update({key: info[key].astype(np.float32) for key in _EGO_KEYS})
+            record |= {key: info[key].astype(np.float32) for key in _EGO_KEYS}
             if self.test_mode:
                 record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
         return record

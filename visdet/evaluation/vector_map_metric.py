@@ -65,12 +65,13 @@ class VectorMapMetric(DrivingMetric):
         self.check_true(sample, vectors=list(sample["vectors"]))
         lines, usable = _longer_than_a_point(prediction["vectors"])
         truth, is_line = _longer_than_a_point(sample["vectors"])
+        scores, labels = (as_array(prediction[key]).reshape(-1)[usable] for key in ("scores", "labels"))
         return {
             "gt_lines": truth,
             "gt_labels": as_array(sample["vector_labels"]).reshape(-1)[is_line],
             "lines": lines,
-            "scores": as_array(prediction["scores"]).reshape(-1)[usable],
-            "labels": as_array(prediction["labels"]).reshape(-1)[usable],
+            "scores": scores,
+            "labels": labels,
         }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:

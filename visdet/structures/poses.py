@@ -66,6 +66,11 @@ def yaw_of(pose: np.ndarray) -> float:
     return np.arctan2(pose[1, 0], pose[0, 0])
 
 
+def projected(points: np.ndarray) -> np.ndarray:
+    """Return the places [..., 2] in an image of points [..., >= 3], whose third number divides the first two."""
+    return points[..., :2] / points[..., 2:3]
+
+
 def moved_points(points: np.ndarray, pose: np.ndarray) -> np.ndarray:
     """Return points [..., 3] in other coordinates, given the pose [4, 4] of theirs in these."""
     return points @ pose[:3, :3].T + pose[:3, 3]

@@ -15,6 +15,11 @@ _CAPTION_COLOUR = (225, 228, 232)
 _FAR = 1e6
 
 
+def as_bytes(image: np.ndarray) -> np.ndarray:
+    """Return an image of any numbers from 0 to 255 as contiguous uint8."""
+    return np.ascontiguousarray(image.clip(0, 255).astype(np.uint8))
+
+
 def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:
     """Return the image [H, W, 3] enlarged by a whole factor, so that a small one is easy to look at, and the factor.
 
@@ -138,13 +143,17 @@ def contact_sheet(
     width = max(map(len, rows)) * (cell_w + gap) + gap
     height = top + len(rows) * (cell_h + gap) + gap
     sheet = np.full((height, width, 3), _BACKGROUND, np.uint8)
+
+    def left_of(column: int, own_width: int) -> int:
+        return gap + column * (cell_w + gap) + (cell_w - own_width) // 2
+
     for column, caption in enumerate(captions or ()):
-        left = gap + column * (cell_w + gap) + (cell_w - text_width(caption, size)) // 2
-        write_text(sheet, caption, (left, gap + round(1.5 * size)), size, _CAPTION_COLOUR)
+        place = (left_of(column, text_width(caption, size)), gap + round(1.5 * size))
+        write_text(sheet, caption, place, size, _CAPTION_COLOUR)
     for r, row in enumerate(rows):
         for c, image in enumerate(row):
             h, w = image.shape[:2]
-            left = gap + c * (cell_w + gap) + (cell_w - w) // 2
+            left = left_of(c, w)
             upper = top + gap + r * (cell_h + gap) + (cell_h - h) // 2
             sheet[upper : upper + h, left : left + w] = image
     return sheet

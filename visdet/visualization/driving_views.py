@@ -14,7 +14,7 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import parts_inside
-from visdet.structures.poses import box_corners
+from visdet.structures.poses import box_corners, projected
 
 from .drawing import contact_sheet, text_width, write_text
 
@@ -197,7 +197,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
         color = scene.color(index, colors)
         for edge in points[index][_EDGES]:
             _draw_edge(view, edge, color)
-        top = (points[index, inside, :2] / points[index, inside, 2:3]).min(axis=0)
+        top = projected(points[index, inside]).min(axis=0)
         x, y = top.clip(-1e4, 1e4).astype(int).tolist()
         write_text(view, scene.number(index), (x, y - 2), 10, color)
 
@@ -205,7 +205,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
 def _draw_edge(view: np.ndarray, edge: np.ndarray, color: Color) -> None:
     """Draw the part of an edge [2, 4] that is in front of the camera. Its ends are in homogeneous pixels."""
     for part in parts_inside(edge, edge[:, 2] - _NEAR):
-        ends = part[:, :2] / part[:, 2:3] - 0.5  # The centre of OpenCV's first pixel is 0.
+        ends = projected(part) - 0.5  # The centre of OpenCV's first pixel is 0.
         pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
         cv2.line(view, pixels[0], pixels[-1], color, 1, cv2.LINE_AA)
 

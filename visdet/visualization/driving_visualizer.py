@@ -8,6 +8,7 @@ import numpy as np
 from visdet.registry import VISUALIZERS
 from visdet.structures import DrivingDataSample
 
+from .drawing import as_bytes
 from .driving_views import draw_frame, scene_of_prediction, scene_of_truth
 from .sample_visualizer import SampleVisualizer, threshold_of_each
 
@@ -50,7 +51,7 @@ class DrivingVisualizer(SampleVisualizer):
                 name, of boxes and of lines.
         """
         sample = data_sample.detach().cpu()
-        views = [np.ascontiguousarray(view.clip(0, 255).astype(np.uint8)) for view in image]
+        views = [as_bytes(view) for view in image]
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
         meta = self.dataset_meta or {}

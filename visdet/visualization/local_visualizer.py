@@ -13,7 +13,7 @@ from visdet.structures import DetDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
-from .drawing import draw_boxes, enlarge
+from .drawing import as_bytes, draw_boxes, enlarge
 from .sample_visualizer import SampleVisualizer, threshold_of_each
 
 _IGNORED_COLOUR = (150, 150, 150)
@@ -75,7 +75,7 @@ class DetLocalVisualizer(SampleVisualizer):
             draw_pred: draw ``pred_instances``.
             pred_score_thr: draw predictions with a higher score only, which may be a number for each class by its name.
         """
-        image = np.ascontiguousarray(image.clip(0, 255).astype(np.uint8))
+        image = as_bytes(image)
         canvas, factor = enlarge(image, self.min_side)
         if data_sample is None:
             return [canvas]

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 
 from visdet.structures.polylines import polygon_inside
-from visdet.structures.poses import box_corners, seen_from, turn_about_z, yaw_of
+from visdet.structures.poses import box_corners, projected, seen_from, turn_about_z, yaw_of
 
 from .driving_world import World
 
@@ -188,8 +188,7 @@ def _paint_boxes(
             polygon = polygon_inside(faces[face], faces[face, :, 2] - _NEAR)
             if len(polygon) < 3:
                 continue
-            projected = polygon @ camera.intrinsic.T
-            pixels = _fixed_point(projected[:, :2] / projected[:, 2:] - 0.5)
+            pixels = _fixed_point(projected(polygon @ camera.intrinsic.T) - 0.5)
             color = (colors[owner] * _SHADE[face]).clip(0, 255).astype(int).tolist()
             owners.append(owner)
             depths = polygon[:, 2]
