@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 _FAR = 1e6
 
 
-@dataclass
-class Frame:
+class Frame(NamedTuple):
     """The objects of one frame.
 
     Attributes:
@@ -25,7 +25,7 @@ class Frame:
 
     def rows(self, keep: np.ndarray) -> "Frame":
         """Return the objects for which the mask ``keep`` [n] is True."""
-        return Frame(*(values[keep] for values in vars(self).values()))
+        return Frame(*(values[keep] for values in self))
 
 
 @dataclass
@@ -166,7 +166,7 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
     """
     seen: dict[int, list[tuple[int, np.ndarray, float, int]]] = {}
     for number, frame in enumerate(frames):
-        for identity, *rest in zip(*vars(frame).values(), strict=True):
+        for identity, *rest in zip(*frame, strict=True):
             seen.setdefault(int(identity), []).append((number, *rest))
     added: list[list[tuple[int, np.ndarray, float, int]]] = [[] for _ in frames]
     for identity, places in seen.items():
@@ -181,5 +181,5 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
 def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float, int]]) -> Frame:
     if not more:
         return frame
-    columns = zip(vars(frame).values(), zip(*more, strict=True), strict=True)
+    columns = zip(frame, zip(*more, strict=True), strict=True)
     return Frame(*(np.concatenate([old, added]) for old, added in columns))

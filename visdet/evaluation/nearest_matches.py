@@ -1,15 +1,14 @@
 """Average precision where each prediction may only be matched with the one true object that it is closest to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .precision_recall import Found
 
 
-@dataclass(frozen=True)
-class Nearest:
+class Nearest(NamedTuple):
     """The predictions of all images, the highest score first, each with the closest true object of its class.
 
     Attributes:
@@ -42,7 +41,7 @@ class Nearest:
             num_before += len(image.labels)
         found = cls(*map(np.concatenate, zip(*columns, strict=True)))
         order = np.argsort(-found.scores, kind="stable")
-        return cls(*(column[order] for column in vars(found).values()))
+        return cls(*(column[order] for column in found))
 
     def are_right(self, is_near: np.ndarray) -> np.ndarray:
         """Return whether each prediction is the first one that is near its object, bool [m].

@@ -1,7 +1,6 @@
 """nuScenes' tracking metrics AMOTA and AMOTP."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -112,7 +111,7 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
     scores = np.concatenate([frame.scores for frame in frames])
     tracks, inverse = np.unique(ids, return_inverse=True)
     means = np.bincount(inverse, scores) / np.bincount(inverse)
-    return [replace(frame, scores=means[np.searchsorted(tracks, frame.ids)]) for frame in frames]
+    return [frame._replace(scores=means[np.searchsorted(tracks, frame.ids)]) for frame in frames]
 
 
 def _of_class(scene: list[tuple[Frame, Frame]], label: int) -> list[tuple[Frame, Frame]]:

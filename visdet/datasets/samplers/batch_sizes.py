@@ -153,19 +153,17 @@ def _groups(
         groups[max(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
     left: list[T] = []
     for k, group in enumerate(groups[:-1]):
-        surplus = len(group) % number
-        if surplus == 0:
-            continue
+        lacking = -len(group) % number
         coming: list[tuple[T, list[T]]] = []
         for other in groups[k + 1 :]:
             coming += [(item, other) for item in other if holds(tops[k], size_of(item))]
-        if len(coming) >= number - surplus:
+        if len(coming) >= lacking:
             coming.sort(key=pair_area)
-            for item, origin in coming[: number - surplus]:
+            for item, origin in coming[:lacking]:
                 origin.remove(item)
                 group.append(item)
         else:
-            smallest = sorted(group, key=item_area)
+            smallest, surplus = sorted(group, key=item_area), number - lacking
             left += smallest[:surplus]
             groups[k] = smallest[surplus:]
     return groups, left
