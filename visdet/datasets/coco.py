@@ -217,9 +217,9 @@ class CocoDataset(BaseDataset):
 
     def _match_categories(self, content: dict) -> dict[int | str, int]:
         """Return {category id: label}, and report classes without a category and categories without a class."""
-        classes = self.metainfo["classes"]
+        classes, file = self.metainfo["classes"], self.ann_file
         categories = content["categories"]
-        matched = match_categories(categories, classes, self.ann_file)
+        matched = match_categories(categories, classes, file)
         number_of = {label: number for number, label in matched.items()}
         self.category_ids = [number_of.get(label) for label in range(len(classes))]
         num_boxes = Counter(annotation["category_id"] for annotation in content["annotations"])
@@ -227,19 +227,19 @@ class CocoDataset(BaseDataset):
         left_out = {
             names.get(key, f"id {key}"): count for key, count in num_boxes.items() if key not in matched
         }
+        named = tuple(names.values())
         if left_out and not self._classes_are_chosen:
             raise InvalidInputError(
-                f"annotation file {self.ann_file} has categories that are not among the default classes of "
+                f"annotation file {file} has categories that are not among the default classes of "
                 f"{type(self).__name__}: {listed(left_out)}. Name the classes to train on in the data set's "
-                f"config, metainfo=dict(classes={tuple(names.values())!r:.500}), and set "
-                "the model's num_classes"
+                f"config, metainfo=dict(classes={named!r:.500}), and set the model's num_classes"
             )
-        absent = [name for label, name in enumerate(classes) if label not in set(matched.values())]
+        absent = [name for label, name in enumerate(classes) if label not in number_of]
         if absent:
             message = f"it has no category for {len(absent)} of the {len(classes)} classes: {listed(absent)}"
             if self._classes_are_chosen and not self._allow_absent_classes:
                 raise InvalidInputError(
-                    f"annotation file {self.ann_file}: {message}; its categories: {listed(list(names.values()))}. "
+                    f"annotation file {file}: {message}; its categories: {listed(named)}. "
                     "Correct metainfo['classes'], or set allow_absent_classes=True in the data set's config"
                 )
             self._warn(message)

@@ -372,16 +372,16 @@ class NuScenes3DDetTrackDataset(Dataset):
 
         Published info files contain paths such as ``./data/nuscenes/samples/…``, which ``data_root`` replaces.
         """
-        if self.data_root is None or Path(path).is_absolute():
+        root, given = self.data_root, Path(path)
+        if root is None or given.is_absolute():
             return str(path)
-        inside = Path(self.data_root, path)
+        inside, parts = Path(root, path), given.parts
         if inside.exists():
             return str(inside)
         for folder in ("samples", "sweeps"):
-            parts = Path(path).parts
             if folder in parts:
-                return str(Path(self.data_root, *parts[parts.index(folder) :]))
-        return str(path if Path(path).exists() else inside)
+                return str(Path(root, *parts[parts.index(folder) :]))
+        return str(path if given.exists() else inside)
 
 
 _AGENT_KEYS = ("gt_agent_fut_trajs", "gt_agent_fut_masks")

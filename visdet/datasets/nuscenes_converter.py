@@ -93,10 +93,10 @@ class NuScenesConverter:
             FileNotFoundError: the file of a lidar sweep, of a camera image or of the map is missing.
             ImportError: ``with_map`` is True and shapely is missing.
         """
-        samples = self.tables.samples(scene)
-        location = self.tables.location(scene)
+        tables = self.tables
+        samples, location = tables.samples(scene), tables.location(scene)
         messages = self._can_bus(scene["name"])
-        poses = [self._poses(self.tables.data(sample, "LIDAR_TOP")) for sample in samples]
+        poses = [self._poses(tables.data(sample, "LIDAR_TOP")) for sample in samples]
         lidar_poses = [_matrix(ego) @ _matrix(calibration) for calibration, ego in poses]
         times = [sample["timestamp"] for sample in samples]
         for number, sample in enumerate(samples):

@@ -65,10 +65,9 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
                 raise InvalidInputError(
                     f"{where}{name} is {width} x {height} pixels, but other images are {size[0]} x {size[1]}"
                 )
-        if record["pts_filename"] is not None and not Path(record["pts_filename"]).exists():
-            raise MissingFileError(
-                f"frame {info['token']} of {path}: lidar_path {record['pts_filename']} does not exist"
-            )
+        cloud = record["pts_filename"]
+        if cloud is not None and not Path(cloud).exists():
+            raise MissingFileError(f"frame {info['token']} of {path}: lidar_path {cloud} does not exist")
     return _lines(dataset, boxes, used, lines, size or (0, 0))
 
 
@@ -118,8 +117,9 @@ def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: 
         )
     first, wrong, compared = 0, 0, 0
     for times in times_of_scene:
-        frames = infos[first : first + len(times)]
-        first += len(times)
+        end = first + len(times)
+        frames = infos[first:end]
+        first = end
         poses = np.stack([lidar_to_global(info) for info in frames])
         for here, info in enumerate(frames):
             known = int(np.sum(info.get("gt_ego_fut_masks", 0)))

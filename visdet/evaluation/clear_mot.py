@@ -97,11 +97,12 @@ def count_events(
 
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
-    column_of = {track: column for column, track in enumerate(predicted.ids.tolist())}
+    ids, tracks = truth.ids, predicted.ids
+    column_of = {track: column for column, track in enumerate(tracks.tolist())}
     is_near = np.isfinite(between)
     cost = np.where(is_near, between, _FAR)
     kept = set()
-    for row, identity in enumerate(truth.ids.tolist()):
+    for row, identity in enumerate(ids.tolist()):
         column = column_of.get(track_of.get(identity, -1))
         if column is not None and column not in kept and is_near[row, column]:
             kept.add(column)
@@ -112,7 +113,7 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
     assigned = zip(*linear_sum_assignment(cost), strict=True)
     pairs = [(row, column) for row, column in assigned if is_near[row, column]]
     for row, column in pairs:
-        identity, track = int(truth.ids[row]), int(predicted.ids[column])
+        identity, track = int(ids[row]), int(tracks[column])
         if track_of.get(identity, track) == track:
             counts.matches += 1
             counts.match_scores.append(float(predicted.scores[column]))
@@ -120,8 +121,8 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
             counts.switches += 1
         counts.distance += float(between[row, column])
         track_of[identity] = track
-    counts.misses += len(truth.ids) - len(pairs)
-    counts.false_alarms += len(predicted.ids) - len(pairs)
+    counts.misses += len(ids) - len(pairs)
+    counts.false_alarms += len(tracks) - len(pairs)
 
 
 def recall_thresholds(

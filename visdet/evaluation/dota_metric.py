@@ -101,15 +101,16 @@ class DOTAMetric(CocoMetric):
     def _evaluated(
         self, truth: list[list[dict]], results: list[dict], classes: Sequence[str]
     ) -> tuple[BoxEvaluation, CurveReport]:
-        least = min(self.iou_thrs)
+        thresholds = self.iou_thrs
+        least = min(thresholds)
         images = found_in_images(truth, results, len(classes), _iou, least)
         report = report_of(images, classes, f"rotated IoU {least:g}")
         nearest, num_truths = Nearest.of(images), [curve["num_truths"] for curve in report.classes.values()]
         recalls = _RECALLS if self.eval_mode == "11points" else None
-        rows = [nearest.precisions(nearest.closeness > iou, num_truths, recalls) for iou in self.iou_thrs]
+        rows = [nearest.precisions(nearest.closeness > iou, num_truths, recalls) for iou in thresholds]
         precisions = np.where(num_truths, rows, -1.0)
         return BoxEvaluation(
-            precisions[:, None, :, None, None], np.empty(0), self.iou_thrs, [MAX_DETS_OF_AP]
+            precisions[:, None, :, None, None], np.empty(0), thresholds, [MAX_DETS_OF_AP]
         ), report
 
 

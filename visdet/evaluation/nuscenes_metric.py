@@ -65,24 +65,24 @@ class NuScenesMetric(DrivingBoxMetric):
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP, the errors, NDS, and the AP of each class."""
         with_attributes = bool(results) and all(frame["has_attributes"] for frame in results)
-        reaches = [self.range_of(name) for name in self.names]
+        names = self.names
+        reaches = [self.range_of(name) for name in names]
         counted = [self.in_range(frame, reaches) for frame in results]
         rows = {}
-        for label, name in enumerate(self.names):
+        for label, name in enumerate(names):
             frames = [_of_class(frame, label, name) for frame in counted]
             period = np.pi if name == "barrier" else 2 * np.pi
             curves = {distance: match_frames(frames, distance) for distance in _DISTANCES}
             precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
-            rows[name] = {"boxes": curves[_TP_DISTANCE].num_truths, **precisions}
-            rows[name]["AP"] = mean_of(list(precisions.values()))
-            undefined = dict.fromkeys(_UNDEFINED.get(name, ()), np.nan)
-            rows[name] |= mean_errors(frames, curves[_TP_DISTANCE], period) | undefined
+            matches, mean = curves[_TP_DISTANCE], mean_of(list(precisions.values()))
+            errors = mean_errors(frames, matches, period) | dict.fromkeys(_UNDEFINED.get(name, ()), np.nan)
+            rows[name] = {"boxes": matches.num_truths, **precisions, "AP": mean, **errors}
         means = {}
         for key in ("AP", *TP_ERRORS):
             means[key] = mean_of([row[key] for row in rows.values() if not np.isnan(row[key])])
         summary = _summary(means.pop("AP"), means, with_attributes)
         found = [_found_in_frame(frame) for frame in counted]
-        self.curve_report = report_of(found, self.names, f"centre distance {_TP_DISTANCE:g} m")
+        self.curve_report = report_of(found, names, f"centre distance {_TP_DISTANCE:g} m")
         return logged(rows, summary, "AP")
 
 

@@ -80,15 +80,15 @@ class PlanningMetric(DrivingMetric):
                 f"PlanningMetric: frame {sample['token']}: final_planning must be {list(path.shape)}, got "
                 f"{list(plan.shape)}"
             )
-        boxes = [as_array(step) for step in sample["fut_boxes"]]
-        frame: dict[str, Any] = {"complete": False, "steps": len(path)}
-        if not as_array(sample["gt_ego_fut_masks"]).all() or len(boxes) < len(path):
+        boxes, num_steps = [as_array(step) for step in sample["fut_boxes"]], len(path)
+        frame: dict[str, Any] = {"complete": False, "steps": num_steps}
+        if not as_array(sample["gt_ego_fut_masks"]).all() or len(boxes) < num_steps:
             return frame
         plans = {"": plan, "standing_still_": np.zeros_like(path)}
         self.check_true(sample, gt_ego_fut_trajs=path, ego_status=sample.get("ego_status"), fut_boxes=boxes)
         if "ego_status" in sample:
             status = as_array(sample["ego_status"])
-            plans["constant_velocity_"] = constant_velocity_plan(status, len(path), self.steps_per_second)
+            plans["constant_velocity_"] = constant_velocity_plan(status, num_steps, self.steps_per_second)
         unavoidable = collides(path, boxes, self.ego_size, self.ego_offset)
         frame |= {"complete": True, "truth_collision": unavoidable}
         for name, candidate in plans.items():

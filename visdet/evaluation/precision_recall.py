@@ -270,17 +270,18 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> Non
     from matplotlib.figure import Figure
 
     shown, font = legible(*labels)
-    size = max(5.0, min(0.5 * len(labels) + 2, 24))
+    number = len(labels)
+    size = max(5.0, min(0.5 * number + 2, 24))
     figure = Figure(figsize=(size, size), layout="constrained")
     axis = figure.subplots()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     properties = _font(shown, font)
-    places = range(len(labels))
+    places = range(number)
     axis.set_xticks(places, shown, rotation=90, fontproperties=properties)
     axis.set_yticks(places, shown, fontproperties=properties)
     axis.set(xlabel="predicted", ylabel="true", title="counts; colours are shares of the true class")
-    if len(labels) <= 40:
+    if number <= 40:
         for row, column in np.argwhere(counts > 0):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axis.text(

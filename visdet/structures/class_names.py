@@ -57,12 +57,12 @@ def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
     if not isinstance(metainfo, dict):
         raise InvalidInputError(f"{owner} must be a dict with the key 'classes', got {metainfo!r:.200}")
     classes = checked_names(f"{owner}['classes']", metainfo.get("classes"))
-    palette = metainfo.get("palette")
+    palette, number = metainfo.get("palette"), len(classes)
     if palette is None or (isinstance(palette, str) and palette == "random"):
-        palette = class_palette(len(classes))
+        palette = class_palette(number)
     palette = checked_value(f"{owner}['palette']", palette, Sequence[tuple[_Shade, _Shade, _Shade]])
-    if len(palette) < len(classes):
+    if len(palette) < number:
         raise InvalidInputError(
-            f"{owner}['palette'] must have a colour for each of {len(classes)} classes, got {len(palette)}"
+            f"{owner}['palette'] must have a colour for each of {number} classes, got {len(palette)}"
         )
     return {**metainfo, "classes": classes, "palette": [tuple(colour) for colour in palette]}

@@ -36,8 +36,9 @@ def lists_of_classes(root: Path) -> list[Path]:
 
 def read_yolo(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all splits."""
-    tables = yolo_tables(source.root) or lists_of_classes(source.root)
-    table = tables[0] if tables else source.root / "data.yaml"
+    root = source.root
+    tables = yolo_tables(root) or lists_of_classes(root)
+    table = tables[0] if tables else root / "data.yaml"
     data = _content_of(table)
     names = _names_of(data, table)
     source.names += map(str, names.values())
@@ -52,7 +53,7 @@ def read_yolo(source: Source) -> Iterator[Picture]:
         yield picture
     # The images of labels that data.yaml does not name are counted as images without annotations.
     stems = {path.stem for path in source.pictures}
-    for file in files_below(source.root, "[Ll]abels/**/*.txt"):
+    for file in files_below(root, "[Ll]abels/**/*.txt"):
         if file.resolve() not in read and file.stem not in stems and file.name not in _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
 

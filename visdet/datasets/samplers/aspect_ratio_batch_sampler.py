@@ -34,16 +34,17 @@ class AspectRatioBatchSampler(BatchSampler):
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[list[int]]:
+        size = self.batch_size
         waiting: dict[bool, list[int]] = {True: [], False: []}
         for index in self.sampler:
             record = self._dataset.get_data_info(index)
             batch = waiting[record["width"] < record["height"]]
             batch.append(index)
-            if len(batch) == self.batch_size:
+            if len(batch) == size:
                 yield batch[:]
                 batch.clear()
         rest = waiting[True] + waiting[False]
-        for start in range(0, len(rest), self.batch_size):
-            batch = rest[start : start + self.batch_size]
-            if len(batch) == self.batch_size or not self.drop_last:
+        for start in range(0, len(rest), size):
+            batch = rest[start : start + size]
+            if len(batch) == size or not self.drop_last:
                 yield batch

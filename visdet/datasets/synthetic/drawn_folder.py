@@ -60,20 +60,20 @@ def draw_once(
         InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
-    stamp_file = folder / stamp_name
+    parent, stamp_file = folder.parent, folder / stamp_name
     if _read_stamp(stamp_file) == stamp:
         return folder
     if folder.exists() and not folder.is_dir():
         raise ForeignFolderError(f"{maker}: {folder} is a file. Give a folder to draw into")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise UnwritableFolderError(
             f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
         ) from error
-    with FileLock(folder.parent / f".{folder.name}.lock"):
+    with FileLock(parent / f".{folder.name}.lock"):
         held = _read_stamp(stamp_file)
         if held == stamp:
             return folder

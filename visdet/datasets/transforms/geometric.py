@@ -325,10 +325,9 @@ class Pad(BaseTransform):
         target_w, target_h = self.size if self.size is not None else (width, height)
         if self.pad_to_square:
             target_w = target_h = max(width, height)
-        if self.size_divisor is not None:
-            target_w, target_h = (
-                -(-side // self.size_divisor) * self.size_divisor for side in (target_w, target_h)
-            )
+        divisor = self.size_divisor
+        if divisor is not None:
+            target_w, target_h = (-(-side // divisor) * divisor for side in (target_w, target_h))
         return target_h, target_w
 
     def transform(self, results: dict) -> dict:

@@ -87,9 +87,10 @@ class LoadImageFromFile(BaseTransform):
         """Return RGB values, uint8 [H, W, 3]."""
         with opened("LoadImageFromFile", path, self.backend_args, self.max_pixels) as image:
             rgb = self.rgb_of(image, path, expected_shape)
-        if None not in expected_shape and rgb.shape[:2] != expected_shape:
+        height, width = rgb.shape[:2]
+        if None not in expected_shape and (height, width) != expected_shape:
             raise InvalidInputError(
-                f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
+                f"LoadImageFromFile: image {path} is {width}x{height} pixels (width x height), "
                 f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
             )
         return rgb

@@ -59,14 +59,15 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         self.reduces = reduces
 
     def transform(self, results: dict) -> dict:
-        names = results.get("cam_names", range(len(results["img_filename"])))
+        paths = results["img_filename"]
+        names = results.get("cam_names", range(len(paths)))
         resize = (results.get("aug_config") or {}).get("resize", 1) if self.reduces else 1
         read = [
             self._read(path, name, results.get("token"), resize)
-            for name, path in zip(names, results["img_filename"], strict=True)
+            for name, path in zip(names, paths, strict=True)
         ]
         images, sizes = [image for image, _ in read], [size for _, size in read]
-        results |= {"img": images, "filename": results["img_filename"], "ori_shape": sizes}
+        results |= {"img": images, "filename": paths, "ori_shape": sizes}
         results["img_shape"] = [image.shape[:2] for image in images]
         if self.reduces:
             results["full_sizes"] = sizes
@@ -252,6 +253,7 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     resize = config.get("resize", 1)
     resized = (int(width * resize), int(height * resize))
     left, top, right, bottom = config.get("crop", (0, 0, *resized))
+    new_size = (right - left, bottom - top)
     flip, degrees = config.get("flip", False), config.get("rotate", 0)
     matrix = np.eye(4)
     matrix[:2, :2] *= resize
@@ -259,7 +261,7 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     if flip:
         matrix = np.diag([-1.0, 1.0, 1.0, 1.0]) @ matrix
         matrix[0, 2] += right - left
-    center = np.array([right - left, bottom - top]) / 2
+    center = np.array(new_size) / 2
     rotation = np.eye(4)
     rotation[:2, :2] = turn_about_z(np.deg2rad(-degrees))
     rotation[:2, 2] = center - rotation[:2, :2] @ center
@@ -272,7 +274,7 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     centres = np.array([[divisor, 0, divisor / 2], [0, divisor, divisor / 2], [0, 0, 1]])
     whole = matrix[:2, :3] @ centres
     whole[:, 2] -= 0.5
-    return cv2.warpAffine(image, whole, (right - left, bottom - top), flags=cv2.INTER_LINEAR), matrix
+    return cv2.warpAffine(image, whole, new_size, flags=cv2.INTER_LINEAR), matrix
 
 
 @TRANSFORMS.register_module()

@@ -46,7 +46,8 @@ class RandomChoice(DrawnTransform):
         self.transforms = [Compose(built(steps)) for steps in listed]  # type: ignore[arg-type]
 
     def _drawn(self, rng: Random | None) -> Compose:
-        probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
+        number = len(self.transforms)
+        probabilities = self.prob or [1 / number] * number
         return self.transforms[choose(probabilities, rng=rng)]
 
 
