@@ -16,9 +16,7 @@ template <typename A, bool ROTATED>
 std::vector<Quadrilateral> quadrilaterals_of(const Tensor& boxes) {
   const A* box = data_of(boxes);
   std::vector<Quadrilateral> all;
-  for (int64_t n = 0; n < boxes.size(0); ++n, box += boxes.size(1)) {
-    all.push_back(ROTATED ? rotated_box(box) : quadrilateral(box));
-  }
+  for (int64_t n = 0; n < boxes.size(0); ++n) all.push_back(box_at<ROTATED>(box, n));
   return all;
 }
 

@@ -124,8 +124,7 @@ class PolygonClass {
   PolygonClass(const A* boxes, double iou_threshold) : boxes_(boxes), limit_(static_cast<A>(iou_threshold)) {}
 
   bool keeps(int32_t index) {
-    const Quadrilateral box = ROTATED ? rotated_box(boxes_ + 5 * static_cast<int64_t>(index))
-                                      : quadrilateral(boxes_ + 8 * static_cast<int64_t>(index));
+    const Quadrilateral box = box_at<ROTATED>(boxes_, index);
     for (const Quadrilateral& better : kept_) {
       if (overlap_of<A, ROTATED>(better, box, OverlapMode::iou) > limit_) return false;
     }

@@ -1,27 +1,17 @@
 // roi_pool: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "roi_pool.h"
 
-#include <cmath>
-
 #include "cpu/dispatch.h"
 #include "cpu/images.h"
 
 namespace visdet {
 namespace {
 
-// Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent. The volatile
-// keeps multiplications and additions apart, as the contract wants it.
+// Writes the bins of start..end, each [begin, end) within 0..size, and returns whether there is an extent.
 template <typename A>
 bool write_bins(A start, A end, int64_t count, int64_t size, int32_t* bins) {
   if (!(end > start)) return false;
-  const A width = (end - start) / static_cast<A>(count);
-  for (int64_t k = 0; k < count; ++k) {
-    volatile A low = static_cast<A>(k) * width, high = static_cast<A>(k + 1) * width;
-    const A limit = static_cast<A>(size), first = std::floor(low + start), last = std::ceil(high + start);
-    // NaN, of a region without end, makes the bin empty.
-    bins[2 * k] = static_cast<int32_t>(first < limit ? (first > 0 ? first : A(0)) : limit);
-    bins[2 * k + 1] = static_cast<int32_t>(last > 0 ? (last < limit ? last : limit) : A(0));
-  }
+  for (int k = 0; k < count; ++k) bin_of(start, end, k, count, size, bins[2 * k], bins[2 * k + 1]);
   return true;
 }
 

@@ -47,12 +47,24 @@ struct RoIPoolKernels {
 }  // namespace visdet
 
 #ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include <cmath>
 #include <tuple>
 
 #include "common/each.h"
 #include "common/rois.h"
 
 namespace visdet {
+
+// Bin k of `count` between start and end, cut to 0..size. It is empty where its ends are NaN, as those of an infinite
+// region are. float32 may not be able to represent `size`, which is therefore compared as an integer.
+template <typename A>
+VISDET_HOST_DEVICE void bin_of(A start, A end, int k, int64_t count, int64_t size, int32_t& begin, int32_t& stop) {
+  const A width = sum(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
+  const A first = floor(sum(product(A(k), width), start)), last = ceil(sum(product(A(k + 1), width), start));
+  const int64_t low = first < most ? (first > 0 ? static_cast<int64_t>(first) : 0) : size;
+  const int64_t high = last > 0 ? (last < most ? static_cast<int64_t>(last) : size) : 0;
+  begin = static_cast<int32_t>(low < size ? low : size), stop = static_cast<int32_t>(high < size ? high : size);
+}
 
 // Computes the maxima and where they are.
 template <typename T, typename A>

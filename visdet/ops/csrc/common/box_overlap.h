@@ -66,6 +66,12 @@ VISDET_HOST_DEVICE Quadrilateral quadrilateral(const A* box) {
   return q;
 }
 
+// Box n of boxes [N, 5], which are rotated ones, or [N, 8].
+template <bool ROTATED, typename A>
+VISDET_HOST_DEVICE Quadrilateral box_at(const A* boxes, int64_t n) {
+  return ROTATED ? rotated_box(boxes + 5 * n) : quadrilateral(boxes + 8 * n);
+}
+
 // The integral over t from 0 to 1 of the positive part of a line from `from` to `to`.
 VISDET_HOST_DEVICE double positive_part(double from, double to) {
   const double most = greater(from, to), least = lesser(from, to);

@@ -8,11 +8,6 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRows = 16;  // boxes of boxes1 that a block compares with each of its boxes of boxes2
 
-template <typename A, bool ROTATED>
-__device__ __forceinline__ Quadrilateral box_at(const A* boxes, int64_t n) {
-  return ROTATED ? rotated_box(boxes + 5 * n) : quadrilateral(boxes + 8 * n);
-}
-
 // A thread owns a box of boxes2 and writes its overlaps with the block's boxes of boxes1, which are in shared memory.
 template <typename A, bool ROTATED>
 __global__ void __launch_bounds__(kThreads)
@@ -21,10 +16,10 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Quadrilateral rows[kRows];
   const int64_t across = (N + kThreads - 1) / kThreads, n = blockIdx.x % across * kThreads + threadIdx.x;
   const int64_t first = blockIdx.x / across * kRows, count = M - first < kRows ? M - first : kRows;
-  if (threadIdx.x < count) rows[threadIdx.x] = box_at<A, ROTATED>(boxes1, first + threadIdx.x);
+  if (threadIdx.x < count) rows[threadIdx.x] = box_at<ROTATED>(boxes1, first + threadIdx.x);
   __syncthreads();  // the rows are there
   if (n >= N) return;
-  const Quadrilateral mine = box_at<A, ROTATED>(boxes2, n);
+  const Quadrilateral mine = box_at<ROTATED>(boxes2, n);
   for (int i = 0; i < count; ++i) overlaps[(first + i) * N + n] = overlap_of<A, ROTATED>(rows[i], mine, mode);
 }
 
@@ -34,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) aligned_kernel(const A* __restrict__
                                                            int64_t M, OverlapMode mode, A* __restrict__ overlaps) {
   const int64_t m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (m >= M) return;
-  overlaps[m] = overlap_of<A, ROTATED>(box_at<A, ROTATED>(boxes1, m), box_at<A, ROTATED>(boxes2, m), mode);
+  overlaps[m] = overlap_of<A, ROTATED>(box_at<ROTATED>(boxes1, m), box_at<ROTATED>(boxes2, m), mode);
 }
 
 }  // namespace

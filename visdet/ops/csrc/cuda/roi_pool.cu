@@ -8,16 +8,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Bin k of `count` between start and end, cut to 0..size. It is empty where its ends are NaN, as those of an infinite
-// region are. float32 may not be able to represent `size`, which is therefore compared as an integer.
-template <typename A>
-__device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int64_t size, int& begin, int& stop) {
-  const A width = sum(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
-  const A first = floor(sum(product(A(k), width), start)), last = ceil(sum(product(A(k + 1), width), start));
-  begin = static_cast<int>(first < most ? (first > 0 ? min(static_cast<int64_t>(first), size) : 0) : size);
-  stop = static_cast<int>(last > 0 ? (last < most ? min(static_cast<int64_t>(last), size) : size) : 0);
-}
-
 // A thread computes an element of the output. Pixels that lie in two neighbouring bins are read twice.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
