@@ -9,6 +9,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 
+from visdet.execution.tensor_tree import tensors_of
+
 LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
@@ -21,10 +23,7 @@ class Scaled(nn.Module):
 
 def tensors(value):
     """Return all floating tensors in a result."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
 
 
 def assert_same(found, expected, tolerance=1e-4):

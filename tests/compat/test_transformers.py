@@ -9,6 +9,7 @@ import copy
 import pytest
 import tiny_transformers
 import torch
+from plain_layers import tensors
 from transformers_checks import (
     FAMILIES,
     Recorder,
@@ -16,7 +17,6 @@ from transformers_checks import (
     attend,
     attention_calls,
     cast,
-    tensors_of,
 )
 
 from visdet.compat import transformers as bridge
@@ -31,7 +31,7 @@ def uninstalled():
 def outputs_and_gradients(name, **options):
     """Return a model's outputs, and its gradients of a random sum of them; before any selection of labels."""
     model, inputs, _ = tiny_transformers.build(name)
-    outputs = tensors_of(model.eval()(**inputs, **options))
+    outputs = tensors(model.eval()(**inputs, **options))
     generator = torch.Generator().manual_seed(3)
     loss = sum(
         (out * torch.randn(out.shape, generator=generator)).nan_to_num(0, 0, 0).sum() for out in outputs
@@ -64,7 +64,7 @@ def test_bfloat16_is_no_further_from_float64_than_stock(name, autocast):
 def compare_with_float64(layer, arguments, autocast):
     if not autocast:  # what float64 is given is rounded too, so that the arithmetic alone is compared
         layer = copy.deepcopy(layer).to(torch.bfloat16)
-        arguments = {key: cast(value, torch.bfloat16) for key, value in arguments.items()}
+        arguments = cast(arguments, torch.bfloat16)
     exact = attend(layer, arguments, torch.float64)
     stock = attend(layer, arguments, torch.bfloat16, autocast)
     with bridge.installed():

@@ -8,6 +8,7 @@ import sys
 import pytest
 import tiny_transformers
 import torch
+from plain_layers import tensors
 from programs import run_python
 from transformers_checks import (
     FAMILIES,
@@ -15,7 +16,6 @@ from transformers_checks import (
     Recorder,
     attention_calls,
     modeling,
-    tensors_of,
 )
 
 from visdet.compat import transformers as bridge
@@ -64,9 +64,9 @@ def test_models_built_before_and_after(name):
     bridge.install()
     after = tiny_transformers.build(name)[0]
     with torch.no_grad(), Recorder() as first:
-        one = tensors_of(before.eval()(**inputs))
+        one = tensors(before.eval()(**inputs))
     with torch.no_grad(), Recorder() as second:
-        other = tensors_of(after.eval()(**inputs))
+        other = tensors(after.eval()(**inputs))
     assert first.calls == second.calls != []
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
     bridge.uninstall()

@@ -7,9 +7,11 @@ import os
 import pytest
 import tiny_transformers
 import torch
+from plain_layers import tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from visdet.compat.__main__ import families
+from visdet.execution.tensor_tree import map_tensors
 
 CHECKS_ALL = os.environ.get("VISDET_CHECK_TRANSFORMERS", "0") not in ("", "0")
 if not CHECKS_ALL:
@@ -31,15 +33,6 @@ class Recorder(TorchDispatchMode):
         if function.namespace in self.namespaces:
             self.calls.append(function._opname)
         return function(*args, **(kwargs or {}))
-
-
-def tensors_of(outputs):
-    if isinstance(outputs, torch.Tensor):
-        return [outputs] if outputs.is_floating_point() else []
-    if isinstance(outputs, dict):
-        return tensors_of(list(outputs.values()))
-    parts = outputs if isinstance(outputs, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def assert_gradients_close(found, expected):
@@ -72,24 +65,16 @@ def attention_calls(name):
     return calls
 
 
-def cast(value, dtype):
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float else value
+def cast(arguments, dtype):
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, arguments)
 
 
 def attend(layer, arguments, dtype, autocast=False):
     """Return an attention module's output and the gradients of its inputs and parameters."""
-    layer = copy.deepcopy(layer).to(torch.float32 if autocast else dtype)
-    arguments = {key: cast(value, torch.float32 if autocast else dtype) for key, value in arguments.items()}
-    leaves = [
-        value for value in arguments.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    queue = iter(leaves)
-    arguments = {
-        key: next(queue) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in arguments.items()
-    }
+    kind = torch.float32 if autocast else dtype
+    layer = copy.deepcopy(layer).to(kind)
+    arguments = map_tensors(torch.Tensor.detach, cast(arguments, kind))
+    leaves = [leaf.requires_grad_() for leaf in tensors(arguments)]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         output = layer(**arguments)[0]
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))

@@ -1,11 +1,13 @@
 """Runs one call of an operator and compares its results and gradients with the float64 reference."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from visdet.execution.tensor_tree import map_tensors, tensors_of
 
 from .mistakes import mistakes
 from .problem import EXTREME, HUGE, Draw, Operator, Problem, largest
@@ -94,7 +96,7 @@ def run_call(operator: Operator, seed: int, device: str) -> Outcome:
     may_be_nan = _may_be_nan(operator, problem, grad_outputs, ["output", *needed]) if device == "cuda" else ()
     compared = (problem, outputs, gradients, grad_outputs)
     if device == "cuda" and numbers_of(problem) <= SMALL:
-        compared = _on_cpu(compared)
+        compared = map_tensors(lambda one: one.detach().cpu(), compared)
     message = message or _compare(operator, *compared, needed, may_be_nan)
     if message:
         return Outcome("wrong number", f"{message} (deterministic {deterministic}): {describe(problem)}")
@@ -122,21 +124,7 @@ def _may_be_nan(
 
 def numbers_of(problem: Problem) -> int:
     """Return how many numbers the tensors of a problem have."""
-    return sum(value.numel() for value in problem.arguments.values() if isinstance(value, Tensor))
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return a copy of the arguments or results of a call with all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, tuple | list):
-        return type(value)(_on_cpu(entry) for entry in value)
-    if isinstance(value, dict):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, Problem):
-        tensors = ("arguments", "reference_arguments", "skip")
-        return replace(value, **{name: _on_cpu(getattr(value, name)) for name in tensors})
-    return value
+    return sum(value.numel() for value in tensors_of(problem.arguments))
 
 
 def _call(
@@ -240,7 +228,7 @@ def _reference(
             found = torch.autograd.grad(sources, [arguments[n] for n in needed], grads, allow_unused=True)
         for name, gradient in zip(needed, found, strict=True):
             results[name] = torch.zeros_like(arguments[name]) if gradient is None else gradient
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in results.items()}
+    return map_tensors(Tensor.detach, results)
 
 
 def _compare(

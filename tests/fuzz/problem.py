@@ -273,8 +273,7 @@ def gradient_sum(bounds: dict[str, float]) -> float:
 def row_sum(tensor: Tensor, dims: int) -> float:
     """Return the largest sum of magnitudes over the last dimensions."""
     tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
-    return float(tensor.max()) if tensor.numel() else 0.0
+    return largest(torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1), below=torch.inf)
 
 
 def wrong_places(what: str, is_wrong: Tensor) -> str:

@@ -9,6 +9,8 @@ import torch
 from programs import ROOT, run_python
 from torch import Tensor
 
+from visdet.execution.tensor_tree import map_tensors
+
 __all__ = [
     "assert_matches",
     "assert_near",
@@ -46,14 +48,9 @@ def gradients(function, case, grad_output=None, of=None):
     return output, torch.autograd.grad(output, leaves, grad_output.to(output).expand_as(output))
 
 
-def exact(case):
-    """Return the arguments of a call in float64 on the CPU."""
-    return [
-        one.cpu().to(torch.float64 if one.is_floating_point() else one.dtype)
-        if isinstance(one, Tensor)
-        else one
-        for one in case
-    ]
+def exact(case, device="cpu"):
+    """Return the arguments of a call on a device, floating-point numbers in float64."""
+    return map_tensors(lambda one: one.to(device, torch.float64 if one.is_floating_point() else None), case)
 
 
 def assert_matches(function, reference, case, *tolerances, of=None):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fuzz.check import bits, numbers_of
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
+from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.ops import _library
 
 SIZED = [(name, number) for name, operator in OPERATORS.items() for number in range(len(operator.of_size))]
@@ -18,26 +19,16 @@ DRAWN = 60  # random problems, of which the largest are shared by several thread
 
 
 def problem_of(name, number, size, device):
-    problem = OPERATORS[name].of_size[number](size)
-    problem.arguments = {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in problem.arguments.items()
-    }
-    return problem
+    return map_tensors(lambda one: one.to(device), OPERATORS[name].of_size[number](size))
 
 
 def results(name, problem):
     """Return the results and the gradients of a call."""
-    given = {
-        key: value.detach().requires_grad_(key in problem.differentiable and value.is_floating_point())
-        if isinstance(value, Tensor)
-        else value
-        for key, value in problem.arguments.items()
-    }
-    found = OPERATORS[name].call(**given)
-    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Tensor)]
+    given = map_tensors(Tensor.detach, problem.arguments)
+    chosen = tensors_of([given[key] for key in given if key in problem.differentiable])
+    leaves = [one.requires_grad_() for one in chosen if one.is_floating_point()]
+    outputs = tensors_of(OPERATORS[name].call(**given))
     sources = [one for one in outputs if one.requires_grad]
-    leaves = [one for one in given.values() if isinstance(one, Tensor) and one.requires_grad]
     if not sources or not leaves:
         return outputs
     ones = [torch.ones_like(one) for one in sources]
@@ -107,7 +98,7 @@ def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number, devi
     problem = problem_of(name, number, 5, device)
     with kept_for_backward() as kept:
         results(name, problem)
-    given = {value.data_ptr() for value in problem.arguments.values() if isinstance(value, Tensor)}
+    given = {value.data_ptr() for value in tensors_of(problem.arguments)}
     assert all(one.data_ptr() in given for one in kept if one.is_floating_point() and one.numel() > 1)
 
 
@@ -171,7 +162,7 @@ def test_a_graph_repeats_a_step(name, number):
     if name == "dynamic_voxelize":
         pytest.skip("its sizes are lists, which a graph cannot copy to the device")
     problem = problem_of(name, number, 5, "cuda")
-    first = next(value for value in problem.arguments.values() if isinstance(value, Tensor))
+    first = tensors_of(problem.arguments)[0]
     expected, numbers = results(name, problem), first.clone()
     graph, found = captured(lambda: results(name, problem))
     first.zero_()

@@ -5,11 +5,13 @@ Derivatives that no operator has, and tensors without data beside others, are re
 
 import pytest
 import torch
+from calls import exact
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
+from visdet.execution.tensor_tree import tensors_of
 from visdet.ops import carafe, ms_deform_attn
 from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm
 from visdet.ops.ms_deform_attn import level_starts_of
@@ -35,19 +37,13 @@ NAMES = [
 def call_of(name, device="cpu"):
     """Return an operator as a function of its first differentiable argument, the argument, and the others by name."""
     problem = OPERATORS[name].of_size[0](3)
-    given = {key: moved(value, device) for key, value in problem.arguments.items()}
+    given = exact(problem.arguments, device)
     first = problem.differentiable[0]
     return (
         (lambda x, **others: OPERATORS[name].call(**{**given, first: x, **others})),
         given.pop(first),
         given,
     )
-
-
-def moved(argument, device):
-    if not isinstance(argument, torch.Tensor):
-        return argument
-    return argument.to(device, torch.float64 if argument.is_floating_point() else None)
 
 
 # Plain torch serves what their kernels do not.
@@ -77,7 +73,7 @@ def test_linear_operators_have_all_derivatives(name):
 )
 def test_gradients_numerically(name, number, device):
     problem = OPERATORS[name].of_size[number](3)
-    given = {key: moved(value, device) for key, value in problem.arguments.items()}
+    given = exact(problem.arguments, device)
     leaves = [given[key].requires_grad_() for key in problem.differentiable]
     assert torch.autograd.gradcheck(
         lambda *leaves: OPERATORS[name].call(
@@ -102,14 +98,14 @@ def test_gradients_of_a_random_problem_numerically(name):
         problem = OPERATORS[name].draw(draw)
         if is_smooth(problem):
             break
-    given = {key: moved(value, "cpu") for key, value in problem.arguments.items()}
+    given = exact(problem.arguments)
     leaves = {
         key: given[key].clone().requires_grad_() for key in problem.differentiable if given[key] is not None
     }
 
     def call(*leaves_of_call):
         found = OPERATORS[name].call(**given | dict(zip(leaves, leaves_of_call, strict=True)))
-        return tuple(one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad)
+        return tuple(one for one in tensors_of(found) if one.requires_grad)
 
     assert not leaves or torch.autograd.gradcheck(call, list(leaves.values()), fast_mode=True)
 

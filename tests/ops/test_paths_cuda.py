@@ -8,6 +8,7 @@ from path_cases import PYRAMID, attention, fused, needs_library
 
 from tests.fuzz.problem import Seeded
 from visdet import ops
+from visdet.execution.tensor_tree import map_tensors
 from visdet.ops import explain
 from visdet.ops.devices import DEVICES, present_device
 from visdet.ops.explain import choose_for, choose_only
@@ -44,10 +45,7 @@ def assert_matches(function, given, dtype, seed=0):
     out = function(**exact)
     grad_output = Seeded(seed).normal(*out.shape).to(dtype)
     expected = results(function, exact, grad_output.double())
-    on_gpu = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()
-    }
-    found = results(function, on_gpu, grad_output.cuda())
+    found = results(function, map_tensors(torch.Tensor.cuda, given), grad_output.cuda())
     tolerance = {torch.float64: 1e-11, torch.float32: 4e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for name, one, other in zip(("output", *floating(given)), found, expected, strict=True):
         error = (one.double().cpu() - other).norm() / other.norm().clamp(min=1e-30)

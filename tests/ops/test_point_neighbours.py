@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, nothing, rand, wide_of
+from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.ops import (
     ball_query,
     furthest_point_sample,
@@ -41,11 +42,7 @@ def same_bits(reference: Callable[..., Any], rtol: float = 0) -> Callable[[Probl
     """Return a comparison with what the reference gives for the very arguments of the call, except for ``rtol``."""
 
     def compare(problem: Problem, got: Any, expected: Any) -> str:
-        given = problem.arguments
-        wanted = reference(
-            **{name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
-        )
-        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        wanted = tensors_of(reference(**map_tensors(Tensor.detach, problem.arguments)))
         for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
             if one.dtype != other.dtype or one.shape != other.shape:
                 return f"result {number} is {one.dtype} {list(one.shape)}, expected {other.dtype} {list(other.shape)}"

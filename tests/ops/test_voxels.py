@@ -21,6 +21,7 @@ from tests.fuzz.problem import (
     nothing,
     rand,
 )
+from visdet.execution.tensor_tree import map_tensors
 from visdet.ops import (
     bev_pool,
     bev_pool_v2,
@@ -367,7 +368,7 @@ def test_gradients_around_points(aggregate, N, G, C, device):
     """Groups of 32 points and Gaussians, and of 20 columns, are filled more than once, and in part."""
     is_superquadric = aggregate is local_aggregate_prob_sq
     given = _small_superquadrics(N, G, C) if is_superquadric else _small_gaussians(N, G, C)
-    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
+    given = map_tensors(lambda one: one.to(device), given)
     names = [name for name in REAL if name in given]
     leaves = [given[name].requires_grad_() for name in names]
 
