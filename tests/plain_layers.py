@@ -29,8 +29,7 @@ def tensors(value):
 def assert_same(found, expected, tolerance=1e-4):
     found, expected = tensors(found), tensors(expected)
     assert found and len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def differs(found, expected):

@@ -129,8 +129,9 @@ def test_synchronised_batch_normalisation_is_batch_norm():
         grads = torch.zeros(4), torch.zeros(4), torch.zeros_like(out)
         mmcv_ext.sync_bn_backward_param(grad, norm, *grads[:2])
         mmcv_ext.sync_bn_backward_data(grad, weight, *grads[:2], norm, std, grads[2])
-    for given, wanted in zip(grads, torch.autograd.grad(expected, (weight, bias, x), grad), strict=True):
-        torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad(expected, (weight, bias, x), grad), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_birds_eye_views():
@@ -188,7 +189,7 @@ def test_local_aggregate(operator, ext):
     with torch.no_grad():
         count, *found = ext.local_aggregate(*arguments)
     results, kept, probability = found[: len(expected)], found[-3:], found[len(expected) : -3]
-    assert all(map(torch.equal, results, expected))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
     grads = [torch.randn_like(one) for one in expected]
     results = results if probability else []
     kept += 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
@@ -212,7 +213,7 @@ def test_local_aggregate_of_superquadrics():
     expected = ops.local_aggregate_prob_sq(*arguments)
     grads = [torch.randn_like(one) for one in expected]
     count, *found = gaussian_sq_ext.local_aggregate(*arguments)
-    assert all(map(torch.equal, found[:3], expected))
+    torch.testing.assert_close(found[:3], expected, rtol=0, atol=0)
     kept = *found[4:], 2, 2, 2, count, means, points, voxels, scales, rotations, opacities, u, v, semantics
     given = gaussian_sq_ext.local_aggregate_backward(*kept, *found[:4], *grads)
     torch.testing.assert_close(given, torch.autograd.grad(expected, inputs, grads))

@@ -90,8 +90,7 @@ def test_sizes_are_the_batchs_where_samples_say_nothing():
     images, _ = batch()
     expected = model(images, [DetDataSample(metainfo={"img_shape": BATCH}) for _ in images], mode="tensor")
     for samples in (None, [DetDataSample(), DetDataSample()]):
-        for out, reference in zip(model(images, samples, mode="tensor"), expected, strict=True):
-            assert torch.equal(out, reference)
+        torch.testing.assert_close(model(images, samples, mode="tensor"), expected, rtol=0, atol=0)
     assert len(model(images, mode="predict")[0].pred_instances) == 5
 
 
@@ -157,8 +156,7 @@ def test_encoder_checkpointing_changes_nothing():
         model.encoder.num_cp = num_cp
         sum(model(images, samples, mode="loss").values()).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*gradients)
 
 
 def test_init_weights():
@@ -293,8 +291,7 @@ def test_compile_traces_from_images_to_raw_outputs_without_a_break(device):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     outs, expected = compiled(images, samples, mode="tensor"), model(images, samples, mode="tensor")
-    for out, right in zip(outs, expected, strict=True):
-        torch.testing.assert_close(out, right, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
+    torch.testing.assert_close(outs, expected, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
 
 
 class RawOutputs(torch.nn.Module):

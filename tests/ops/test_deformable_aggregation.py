@@ -202,7 +202,7 @@ def test_sum_of_samples_far_apart_is_deterministic(spread):
     grad_output = torch.randn(1, 3000, 8, generator=torch.Generator().manual_seed(1)).cuda()
     runs = [run(case, grad_output, deterministic=True) for _ in range(3)]
     for other in runs[1:]:
-        assert all(torch.equal(*pair) for pair in zip(other, runs[0], strict=True))
+        torch.testing.assert_close(other, runs[0], rtol=0, atol=0)
     expected, grads = gradients(deformable_aggregation_reference, exact(case), grad_output.double())
     assert_near(runs[0], (expected, *grads), 1e-4)
 
@@ -300,7 +300,7 @@ def test_feature_maps_format_and_back():
     assert starts.tolist() == [[0, 24], [30, 54], [60, 84]]
     assert torch.equal(features[1, 30 + 24 + 4], maps[1][1, 1, :, 1, 1])  # camera 1, level 1, (y, x) = (1, 1)
     (back,) = feature_maps_format([features, shapes, starts], inverse=True)
-    assert all(torch.equal(*pair) for pair in zip(back, maps, strict=True))
+    torch.testing.assert_close(back, maps, rtol=0, atol=0)
 
 
 def test_feature_maps_format_of_cameras_of_two_sizes():
@@ -311,8 +311,7 @@ def test_feature_maps_format_of_cameras_of_two_sizes():
     flat = feature_maps_format(groups)
     assert flat[1].tolist() == [[[4, 6], [2, 3]]] * 2 + [[[6, 8], [3, 4]]]
     back = feature_maps_format(flat, inverse=True)
-    for maps, wanted in zip(back, groups, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(maps, wanted, strict=True))
+    torch.testing.assert_close(back, groups, rtol=0, atol=0)
 
 
 MAPS, ONE_MAP = [torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 3, 4, 2, 3)], torch.zeros(2, 1, 4, 5, 5)

@@ -24,6 +24,5 @@ def test_from_images_to_results_there_is_one_graph():
             batch = model.prediction_batch(*motion_frame([time, time], seed=int(2 * time)), state)
             found, _ = compiled(batch)
             expected = model.detections(batch)
-            for one, other in zip(tensors_of(found), tensors_of(expected[0]), strict=True):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close(tensors_of(found), tensors_of(expected[0]))
             state = model.state_after(expected, batch)
