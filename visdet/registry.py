@@ -101,8 +101,7 @@ class Registry(_MMEngineRegistry):
         A type without a scope is one of this registry if there is one of that name, whatever the default scope is.
         """
         kind = cfg.get("type") if isinstance(cfg, dict) else None
-        name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
-        with build_step(str(name)), mmengine_unlocked():
+        with build_step(name_of_type(kind) or self.name), mmengine_unlocked():
             if isinstance(kind, str) and cfg.get("_scope_") is None:
                 if own := self._own(kind):
                     cfg = cfg.copy()
@@ -121,12 +120,14 @@ class Registry(_MMEngineRegistry):
             import_module(location)
         return self.module_dict.get(key)
 
-    def get(self, key: str) -> Any:
-        """Return the object of the name ``key`` in this registry or its parents.
+    def get(self, key: Any) -> Any:
+        """Return the object of the name ``key`` in this registry or its parents. A class is returned as it is.
 
         Raises:
             UnknownNameError: the name is unknown. The message lists the nearest names.
         """
+        if not isinstance(key, str):
+            return key
         registered = self._own(key)  # Errors of the imports are not caught below.
         with contextlib.suppress(RuntimeError):  # mmengine raises this if a dotted path cannot be imported.
             registered = registered or super().get(key)
@@ -142,12 +143,17 @@ class Registry(_MMEngineRegistry):
 
     def _unknown_name_message(self, key: str) -> str:
         known = [*self.module_dict, *(self.parent.module_dict if self.parent else ())]
-        hint = did_you_mean(key.rsplit(".", 1)[-1], known) or "."
+        hint = did_you_mean(name_of_type(key), known) or "."
         return (
             f"{key!r} is not in the {self.scope}::{self.name} registry{hint}\n"
             f"A class of your own needs @{self._variable}.register_module() and its file imported, by "
             "custom_imports = dict(imports=['my_package.my_module'], allow_failed_imports=False) in the config."
         )
+
+
+def name_of_type(kind: Any) -> str:
+    """Return the name of a class that a config gives by its name, which may be dotted, or itself, and else ""."""
+    return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
 
 
 def built(given: Any, registry: Registry) -> Any:

@@ -16,7 +16,7 @@ kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [clas
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from visdet.command_line import add_options
 
@@ -62,14 +62,18 @@ def run(args: argparse.Namespace) -> None:
     from visdet.errors import UserError, add_hint
     from visdet.files.writing import written_whole
 
-    path = Path(args.infos)
-    from_config = path.suffix == ".py" or (path.suffix not in _FRAMES and find_config(args.infos) is not None)
+    given = args.infos
+    suffix = Path(given).suffix
+    from_config = suffix == ".py" or (suffix not in _FRAMES and find_config(given) is not None)
     if not from_config:
         check_work_dir(Path(args.out_dir), "--out-dir")
-    source, infos, wanted = frames_of_config(args) if from_config else frames_of_file(args)
-    for number, path, anchors_of in wanted:
+    found = frames_of_config(given) if from_config else frames_of_file(args)
+    source, infos, classes, points, reach, wanted = found
+    maker_of = makers(infos, classes, points, reach, args.seed)
+    for kind, number, file in wanted:
+        path = Path(file)
         try:
-            anchors = anchors_of(number).astype(np.float32)
+            anchors = maker_of[kind](number).astype(np.float32)
         except UserError as error:
             add_hint(error, f"while making {path} from {source}")
             raise
@@ -79,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to {path}")
 
 
-def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tuple[int, Path, Maker]]]":
-    """Return the info file, its frames, and the number, file and maker of each kind of anchors."""
+def frames_of_file(args: argparse.Namespace) -> tuple:
+    """Return the info file, its frames, the arguments of :func:`makers`, and each kind, number and file of anchors."""
     from visdet.datasets import load_infos
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
@@ -92,25 +96,26 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
 
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = DRIVING_CLASSES
-    infos = list(load_infos(path)[0])
-    maker_of = makers(infos, args.classes or classes, args.points, args.max_distance, args.seed)
+    infos, _ = load_infos(path)
+    numbers = {"det": args.det, "map": args.map, "motion": args.motion, "plan": args.plan}
     wanted = [
-        (number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker)
-        for kind, maker in maker_of.items()
-        if (number := getattr(args, kind))
+        (kind, number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"))
+        for kind, number in numbers.items()
+        if number
     ]
-    return path, infos, wanted
+    return path, list(infos), args.classes or classes, args.points, args.max_distance, wanted
 
 
-def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[tuple[int, Path, Maker]]]":
-    """Return the info file, its frames, and the number, file and maker of each kind of anchors of a config's model."""
+def frames_of_config(given: str) -> tuple:
+    """Return what :func:`frames_of_file` does for the training data and the model of a config."""
     import numpy as np
 
     from visdet.engine import UserError, dataset_config, load_config
+    from visdet.engine.config.checks import section_of
     from visdet.engine.config.load import build_dataset
 
-    given = args.infos
     cfg, _ = load_config(given)
+    head = section_of(cfg.model, "head")
     settings = dataset_config(cfg, "train")
     dataset = build_dataset(cfg, "train", pipeline=[])
     if not hasattr(dataset, "get_info"):
@@ -120,18 +125,15 @@ def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[t
     for step in settings.get("pipeline", ()):
         if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step:
             reach = float(np.max(step["class_dist_thred"]))
-    wanted, points = list(anchors_of_head(cfg.model.get("head", {}))), 0
+    wanted = list(anchors_of_head(head))
     if not wanted:
         raise UserError(f"{given}: model.head names no files of anchors")
-    for kind, _, _, head in wanted:
-        points = head["anchor_encoder"]["num_sample"] if kind == "map" else points
-    maker_of = makers(infos, dataset.CLASSES, points, reach, args.seed)
-    kinds = [(number, Path(path), maker_of[kind]) for kind, number, path, _ in wanted]
-    return str(dataset.ann_file), infos, kinds
+    points = section_of(section_of(head, "map_head"), "anchor_encoder").get("num_sample", 0)
+    return dataset.ann_file, infos, dataset.CLASSES, points, reach, wanted
 
 
-def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, Any]]":
-    """Yield the kind, number and file of the anchors of the head of a config, and the config that names them."""
+def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str]]":
+    """Yield the kind, number and file of the anchors of the head of a config."""
     tasks = head.get("task_config") or {"with_det": True, "with_map": True, "with_motion_plan": True}
 
     def part_of(task: str) -> dict:
@@ -141,12 +143,12 @@ def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, Any]]":
         bank = part.get("instance_bank") or {}
         file = bank.get("anchor")
         if isinstance(file, str):
-            yield kind, bank["num_anchor"], file, part
+            yield kind, bank["num_anchor"], file
     motion = part_of("motion_plan")
     for kind, modes in (("motion", "fut_mode"), ("plan", "ego_fut_mode")):
         file = motion.get(f"{kind}_anchor")
         if isinstance(file, str):
-            yield kind, motion[modes], file, motion
+            yield kind, motion[modes], file
 
 
 def makers(

@@ -296,7 +296,7 @@ def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
 
 def _loop_class(section: str, name: Any, kinds: dict[Any, Any]) -> Any:
     """Return the class for a loop of mmengine, of which the order of a run stands in :class:`DetRunner`."""
-    kind = kinds.get(LOOPS.get(name) if isinstance(name, str) else name)
+    kind = kinds.get(LOOPS.get(name))
     if kind is None:
         raise ConfigError(
             f"{section}.type must be {' or '.join(repr(known.__name__) for known in kinds)}, got {name!r}. A loop of "
@@ -331,10 +331,10 @@ def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
         return hook
     options = dict(hook)
     priority = options.pop("priority", None)
-    name = str(options.get("type")).rpartition(".")[2]
-    with building(cfg, "default_hooks", "custom_hooks"), build_step(name):
+    with building(cfg, "default_hooks", "custom_hooks"):
         made = HOOKS.build(options)
         if priority is not None:
-            get_priority(priority)
+            with build_step(type(made).__name__):
+                get_priority(priority)
             made.priority = priority
         return made

@@ -159,7 +159,7 @@ class RunCheckpoints(RunnerInterface):
         given = dataset.get("metainfo") or dataset
         if class_lists(given) or not dataset:
             return given
-        return getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", None)
+        return getattr(DATASETS.get(dataset.get("type")), "METAINFO", None)
 
     def save_checkpoint(
         self,

@@ -98,7 +98,7 @@ def _place_of(error: Exception, sections: dict[str, Any]) -> str:
     """Return the path of the dict that was being built, or of the innermost one that is the only one of its type."""
     place = " or ".join(sections)
     for name in built_names(error):
-        paths = [path for path, node in dicts_in(sections) if _type_name(node) == name]
+        paths = [path for path, node in dicts_in(sections) if registry.name_of_type(node.get("type")) == name]
         if len(paths) == 1:
             place = paths[0]
     return place
@@ -127,8 +127,3 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
                     f"model cannot be built: {name} would have the shape {shape}, without a number"
                 )
     return built
-
-
-def _type_name(node: dict) -> str:
-    kind = node.get("type", "")
-    return kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", "")

@@ -280,8 +280,7 @@ class Detector:
     @functools.cached_property
     def _visualizer(self) -> Any:
         drawing = section_of(self._cfg, "visualizer")
-        kind = drawing.get("type")
-        if not hasattr(VISUALIZERS.get(kind) if isinstance(kind, str) else kind, "draw_sample"):
+        if not hasattr(VISUALIZERS.get(drawing.get("type")), "draw_sample"):
             drawing = {"type": "DetLocalVisualizer"}
         visualizer = VISUALIZERS.build({**drawing, "vis_backends": None, "name": f"detector {id(self)}"})
         visualizer.dataset_meta = self.dataset_meta

@@ -22,8 +22,7 @@ from ..process.console import say
 def model_class(cfg: Config) -> Any:
     if not cfg.get("model"):
         raise ConfigError(f"config {cfg.filename or ''} lacks model")
-    kind = cfg.model.get("type")
-    return MODELS.get(kind) if isinstance(kind, str) else kind
+    return MODELS.get(cfg.model.get("type"))
 
 
 def takes_images(cfg: Config) -> bool:
@@ -70,7 +69,7 @@ def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.M
     if of_checkpoint or older_names:
         owner = f"checkpoint {path}: meta['dataset_meta']"
     if not found:
-        default = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+        default = getattr(DATASETS.get(dataset.get("type")), "METAINFO", {})
         # Weights of other projects name no classes.
         if not checkpoint or len(default.get("classes", ())) in classes_of_heads(model).values():
             found = default
