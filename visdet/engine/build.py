@@ -99,10 +99,10 @@ def log_environment(runner: Any, env_cfg: dict) -> None:
     """Write the environment, the settings and the config to the log."""
     settings = {**env_cfg, **runner.randomness, "seed": runner.seed, "launcher": runner.launcher}
     settings["processes"] = runner.world_size
+    log = runner.logger.info
     for title, facts in (("System environment", environment()), ("Runtime environment", settings)):
-        lines = [f"{title}:", *(f"{name}: {fact}" for name, fact in facts.items())]
-        runner.logger.info("\n    ".join(lines))
-    runner.logger.info(f"Config:\n{runner.cfg.pretty_text}")
+        log("\n    ".join([f"{title}:", *(f"{name}: {fact}" for name, fact in facts.items())]))
+    log(f"Config:\n{runner.cfg.pretty_text}")
 
 
 @master_only

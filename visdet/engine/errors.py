@@ -57,7 +57,7 @@ def explain(error: BaseException) -> str | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of the machine or of a GPU does not suffice."""
-    of_torch = isinstance(error, RuntimeError) and _OF_MEMORY.search(str(error)) is not None
+    of_torch = isinstance(error, RuntimeError) and bool(_OF_MEMORY.search(str(error)))
     return isinstance(error, MemoryError) or of_torch or getattr(error, "errno", None) == errno.ENOMEM
 
 
@@ -73,10 +73,10 @@ def _of_system(error: BaseException) -> str | None:
     """Return the message of a file, a disk or a limit of the system that refuses, or None for any other error."""
     if not isinstance(error, OSError):
         return None
-    file, reason = error.filename, error.strerror
-    if error.errno in _OF_HANDLES:
+    file, reason, number = error.filename, error.strerror, error.errno
+    if number in _OF_HANDLES:
         return f"cannot open {file or 'a file'}: {reason}. Raise the limit by `ulimit -n 65536`, or lower num_workers"
-    if error.errno not in _OF_THE_DISK and (error.errno not in _OF_A_FILE or file is None):
+    if number not in _OF_THE_DISK and (number not in _OF_A_FILE or file is None):
         return None
     return f"cannot use {file}: {reason}" if file else f"cannot write: {reason}"
 

@@ -33,8 +33,9 @@ def name_newest(work_dir: str, message_hub: MessageHub) -> None:
     if last:
         write_atomically(folder / LAST_CHECKPOINT, last)
     newest = Path(last)
-    known = [path for name, path in message_hub.runtime_info.items() if name.startswith("best_ckpt") and path]
-    here = [Path(last or path).with_name(Path(path).name) for path in known]
+    facts = message_hub.runtime_info.items()
+    known = [Path(path) for name, path in facts if name.startswith("best_ckpt") and path]
+    here = (newest.with_name(path.name) if last else path for path in known)
     best = next(filter(Path.is_file, here), newest)
     for name, path in ((LAST, newest), (BEST, best)):
         link, partial = folder / name, folder / f"{name}.partial"

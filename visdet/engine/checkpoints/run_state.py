@@ -70,7 +70,8 @@ def collected_state(
     of_processes = _states_of_processes(runner) if save_optimizer else {}
     if get_rank() != 0:
         return {}
-    loader, wrapper = runner.train_dataloader, runner.optim_wrapper
+    loop, wrapper = runner.train_loop, runner.optim_wrapper
+    loader = loop.dataloader
     dataset = loader.dataset
     state = {
         "meta": {
@@ -86,7 +87,7 @@ def collected_state(
             "iterations_per_epoch": len(loader),
             "batch_size": _batch_size(loader),
             "processes": runner.world_size,
-            "batches_ahead": runner.train_loop.batches_ahead,
+            "batches_ahead": loop.batches_ahead,
             "optimizers": {"": type(wrapper.optimizer).__name__},
             **of_processes,
         },
@@ -145,6 +146,7 @@ def _all_processes_come(runner: Any) -> bool:
     if processes == 1:
         return True
     store = distributed_c10d._get_default_store()
+    say = store.set
     place = f"{runner.experiment_name} at {runner.iter}"
     _calls[place] += 1
     place += f", checkpoint {_calls[place]}"
@@ -152,11 +154,11 @@ def _all_processes_come(runner: Any) -> bool:
         ranks = [f"{place} {rank}" for rank in range(1, processes)]
         try:
             store.wait(ranks, _PATIENCE)
-            store.set(place, "together")
+            say(place, "together")
         except RuntimeError:
-            store.set(place, "alone")
+            say(place, "alone")
     else:
-        store.set(f"{place} {own}", "here")
+        say(f"{place} {own}", "here")
         store.wait([place])
     return store.get(place) == b"together"
 
@@ -175,10 +177,12 @@ def is_kept(hook: Hook) -> bool:
 def hooks_with_memory(hooks: Sequence[Hook]) -> dict[str, Hook]:
     """Return the hooks that remember something by the names of their classes, with a number from the second on."""
     found: dict[str, Hook] = {}
+    counts: Counter[str] = Counter()
     for hook in filter(has_memory, hooks):
         kind = type(hook).__name__
-        earlier = [other for other in found.values() if type(other).__name__ == kind]
-        found[f"{kind} {len(earlier) + 1}" if earlier else kind] = hook
+        counts[kind] += 1
+        number = counts[kind]
+        found[f"{kind} {number}" if number > 1 else kind] = hook
     return found
 
 

@@ -43,13 +43,14 @@ class NumClassCheckHook(Hook):
                 if classes is not None:
                     lists[section] = tuple(classes)
                     check_heads(model, classes, f"{section}.dataset ({type(dataset).__name__}) has", _ADVICE)
-        _compare_lists(lists)
+        if lists:
+            _compare_lists(lists)
 
 
 def _compare_lists(lists: dict[str, tuple[str, ...]]) -> None:
     """Check that every label names the same class in all data sets of a run."""
-    for name, classes in lists.items():
-        first_name, first = next(iter(lists.items()))
+    (first_name, first), *others = lists.items()
+    for name, classes in others:
         for label, (here, there) in enumerate(zip_longest(first, classes, fillvalue="absent")):
             if here != there:
                 raise ConfigError(

@@ -41,12 +41,13 @@ class PipelineSwitchHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Check the data workers."""
-        loader = runner.train_dataloader
-        if loader.num_workers and (self.switch_epoch is None or loader.persistent_workers):
+        loader, switch_epoch = runner.train_dataloader, self.switch_epoch
+        workers, are_kept = loader.num_workers, loader.persistent_workers
+        if workers and (switch_epoch is None or are_kept):
             raise ConfigError(
                 "PipelineSwitchHook: workers would keep the old pipeline. It needs train_dataloader.num_workers=0, or "
-                f"switch_epoch and persistent_workers=False, got num_workers={loader.num_workers}, "
-                f"switch_epoch={self.switch_epoch} and persistent_workers={loader.persistent_workers}"
+                f"switch_epoch and persistent_workers=False, got num_workers={workers}, switch_epoch={switch_epoch} "
+                f"and persistent_workers={are_kept}"
             )
 
     def before_train_epoch(self, runner: Any) -> None:
@@ -60,12 +61,8 @@ class PipelineSwitchHook(Hook):
         self._switch_if_due(runner, runner.iter + 1)
 
     def _switch_if_due(self, runner: Any, next_iter: int) -> None:
-        dataset = runner.train_dataloader.dataset
-        is_due = (
-            runner.epoch >= (self.switch_epoch or 0)
-            if self.switch_iter is None
-            else next_iter >= self.switch_iter
-        )
-        if is_due and dataset.pipeline is not self.pipeline:
-            dataset.pipeline = self.pipeline
+        dataset, pipeline, switch_iter = runner.train_dataloader.dataset, self.pipeline, self.switch_iter
+        is_due = runner.epoch >= (self.switch_epoch or 0) if switch_iter is None else next_iter >= switch_iter
+        if is_due and dataset.pipeline is not pipeline:
+            dataset.pipeline = pipeline
             runner.logger.info(f"training data: new pipeline from iteration {next_iter} on")

@@ -86,11 +86,12 @@ class DetVisualizationHook(Hook):
         return self.draw or self.test_out_dir is not None
 
     def _thresholds(self, runner: Any) -> float | dict[str, float]:
-        if self.score_thr is not None:
-            return self.score_thr
+        given, measured = self.score_thr, self._measured
+        if given is not None:
+            return given
         # Visualizers of other packages know one number only.
         is_ours = hasattr(runner.visualizer, "add_contact_sheet")
-        return self._measured if self._measured and is_ours else DEFAULT_THRESHOLD
+        return measured if measured and is_ours else DEFAULT_THRESHOLD
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
         """Take over the thresholds of the checkpoint's own validation."""
@@ -147,13 +148,13 @@ class DetVisualizationHook(Hook):
 
     def before_test_epoch(self, runner: Any) -> None:
         """Start counting images, and say by which thresholds they are drawn."""
-        self._images_tested = 0
+        self._images_tested, folder = 0, self.test_out_dir
         if self.draws_tests and self.score_thr is None:
             names = (runner.visualizer.dataset_meta or {}).get("classes", ())
             given = [self._measured.get(name, DEFAULT_THRESHOLD) for name in names]
             say(told_thresholds(names, given, self._origin))
-        if self.test_out_dir is not None:
-            self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
+        if folder is not None:
+            self._pictures = PicturePaths(os.path.join(runner.log_dir, folder))
 
     def after_test_iter(
         self,
@@ -166,12 +167,12 @@ class DetVisualizationHook(Hook):
         if not self.draws_tests:
             return
         for inputs, sample in zip(data_batch["inputs"], outputs or (), strict=True):
-            self._images_tested += 1
+            self._images_tested = number = self._images_tested + 1
             path = None
             if self.test_out_dir is not None:
-                source = sample.get("img_path") or str(sample.get("token", f"{self._images_tested:06d}"))
+                source = sample.get("img_path") or str(sample.get("token", f"{number:06d}"))
                 path = str(self._pictures.path_of(source, os.path.basename(source)))
-            self._draw(runner, inputs, sample, "test_img", self._images_tested, path)
+            self._draw(runner, inputs, sample, "test_img", number, path)
 
     def _draw(
         self, runner: Any, inputs: Tensor, sample: BaseDataElement, name: str, step: int, path: str | None
