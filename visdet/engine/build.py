@@ -205,9 +205,9 @@ def check_before_data(runner: Any, *stages: str) -> None:
 
 def _check_parameters(optim_wrapper: Any, model: nn.Module) -> None:
     """Refuse an optimizer that the config gives as an object and that trains other parameters than the model's."""
-    own = {id(parameter) for parameter in model.parameters()}
+    own = set(model.parameters())
     for group in optim_wrapper.optimizer.param_groups:
-        if any(id(parameter) not in own for parameter in group["params"]):
+        if not own.issuperset(group["params"]):
             raise ConfigError(
                 "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the "
                 "model as an object, too, or the optimizer as a dict"

@@ -37,10 +37,11 @@ def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     """Return the number of values in a node, in which those of an alias count wherever it stands."""
     if isinstance(node, yaml.ScalarNode):
         return 1
+    count = known.get(node, 0)
+    if count:
+        return count
     if node in known:
-        if not known[node]:
-            raise yaml.YAMLError("an alias stands within the value that it repeats")
-        return known[node]
+        raise yaml.YAMLError("an alias stands within the value that it repeats")
     known[node] = 0
     count = 1
     for part in node.value:

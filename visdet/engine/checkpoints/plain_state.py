@@ -33,7 +33,8 @@ def to_plain(value: Any, name: str = "") -> Any:
     Raises:
         InvalidTypeError: there is a value of another type, which could not be read back. The message gives its place.
     """
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
     match value:
         case torch.Tensor():
@@ -57,13 +58,12 @@ def to_plain(value: Any, name: str = "") -> Any:
             return tuple(items) if isinstance(value, tuple) else items
         case PurePath():
             return str(value)
-    for kind in _KINDS:
-        if isinstance(value, kind):  # a subclass: a str enum
-            return kind(value)
-    named = f"{type(value).__module__}.{type(value).__qualname__}"
+    for plain_kind in _KINDS:
+        if isinstance(value, plain_kind):  # a subclass: a str enum
+            return plain_kind(value)
     raise InvalidTypeError(
-        f"{name or 'the value'} is a {named}, which a checkpoint cannot hold. It can hold tensors, numbers, strings, "
-        "None, and dicts, lists and tuples of them"
+        f"{name or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. It can "
+        "hold tensors, numbers, strings, None, and dicts, lists and tuples of them"
     )
 
 
@@ -75,8 +75,9 @@ def restore_message_hub(message_hub: dict) -> dict:
     """
     scalars = {}
     for name, history in message_hub["log_scalars"].items():
-        if isinstance(history, Mapping) and "history_values" in history:
-            history = HistoryBuffer(history["history_values"].numpy(), history["history_counts"].numpy())
+        match history:
+            case {"history_values": values}:
+                history = HistoryBuffer(values.numpy(), history["history_counts"].numpy())
         scalars[name] = history
     known = {*scalars, *message_hub["runtime_info"]}
     resumed = {name: flag for name, flag in message_hub["resumed_keys"].items() if name in known and flag}

@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections import Counter
 
 import torch
 
@@ -29,9 +30,8 @@ def environment() -> dict[str, str]:
         version = installed_version(package)
         if version is not None:
             facts[package] = version
-    facts["GPU"] = "none"
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        facts["GPU"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    gpus = torch.cuda
+    names = Counter(map(gpus.get_device_name, range(gpus.device_count() if gpus.is_available() else 0)))
+    facts["GPU"] = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     facts["build of torch"] = torch.__config__.show().replace("\n", "\n    ").strip()
     return facts
