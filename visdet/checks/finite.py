@@ -15,12 +15,17 @@ def check_finite(owner: str, hint: str = "", /, **values: Any) -> None:
     Args:
         owner: what the message begins with, such as the name of a metric and of a sample.
         hint: what the message ends with.
-        **values: what is checked, by the name that the message gives it. Values other than numbers pass.
+        **values: what is checked, by the name that the message gives it. Of a list or an object array, each item is
+            checked. Values other than numbers pass.
 
     Raises:
         InvalidInputError: a value is NaN or infinite. The message has its name and the place of the first one.
     """
     for name, value in values.items():
+        if isinstance(value, list) or str(getattr(value, "dtype", "")) == "object":
+            items = {f"{name}[{number}]": item for number, item in enumerate(value)}
+            check_finite(owner, hint, **items)
+            continue
         is_tensor = hasattr(value, "detach")  # Programs without a model need not import torch for this.
         array = value.double().numpy(force=True) if is_tensor else np.asarray(value)
         if array.dtype.kind not in "fc" or (is_finite := np.isfinite(array)).all():

@@ -186,7 +186,7 @@ class CocoMetric(BaseMetric):
             }
             if self._ann_file is None:
                 result["truth"] = self._truth_of_sample(sample)
-                check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
+                check_finite(name, **{"true bboxes": np.array([row["bbox"] for row in result["truth"]])})
             self.results.append(result)
 
     def _boxes_of(self, instances: Any, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:

@@ -16,14 +16,14 @@ from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.poses import moved_boxes
-from visdet.structures.tables import summary_line, table_of
+from visdet.structures.tables import table_of
 
 from .precision_recall import CurveReport
 
 # The predictions that metrics read, whose numbers must be finite.
 _PREDICTED = (
     *("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d", "final_planning"),
-    *("scores", "labels"),
+    *("vectors", "scores", "labels"),
 )
 # Boxes of nuScenes' classes that are farther away from the vehicle than this, in metres, do not count.
 CLASS_RANGE = {
@@ -82,9 +82,7 @@ class DrivingMetric(BaseMetric):
             if missing:
                 raise InvalidInputError(f"{name}: the prediction has no {', '.join(missing)}")
             found = {f"predicted {key}": prediction[key] for key in _PREDICTED if key in prediction}
-            check_finite(
-                name, DIVERGED, **found, **_numbered("predicted vectors", prediction.get("vectors", ()))
-            )
+            check_finite(name, DIVERGED, **found)
             self.check_true(sample)
             time, pose = sample.get("timestamp"), sample.get("T_global")
             place = {
@@ -100,17 +98,10 @@ class DrivingMetric(BaseMetric):
         raise NotImplementedError
 
     def check_true(self, sample: Mapping[str, Any], **values: Any) -> None:
-        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite.
-
-        Of a list, each item is checked.
-        """
+        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite."""
         name = f"{type(self).__name__}: frame {sample['token']}"
         poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
-        for key, value in {**poses, **values}.items():
-            check_finite(
-                name,
-                **(_numbered(f"true {key}", value) if isinstance(value, list) else {f"true {key}": value}),
-            )
+        check_finite(name, **{f"true {key}": value for key, value in {**poses, **values}.items()})
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
@@ -125,10 +116,6 @@ class DrivingMetric(BaseMetric):
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the metrics of these frames."""
-
-
-def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    return {f"{name}[{number}]": value for number, value in enumerate(values)}
 
 
 def _by_token(gathered: Iterable[dict], name: str) -> list[dict]:
@@ -263,7 +250,7 @@ def mean_of(values: Sequence[float] | np.ndarray) -> float:
 
 def logged(rows: Mapping[str, Mapping[str, float]], summary: dict[str, float], key: str) -> dict[str, float]:
     """Log a table with a line for each class, and a summary. Return it with the values ``key`` of the classes."""
-    print_log(table_of(rows) + summary_line(summary), logger="current")
+    print_log(table_of(rows, summary), logger="current")
     return summary | {f"{name}_{key}": row[key] for name, row in rows.items()}
 
 

@@ -62,7 +62,7 @@ class VectorMapMetric(DrivingMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the lines of a frame."""
-        self.check_true(sample, vectors=list(sample["vectors"]))
+        self.check_true(sample, vectors=sample["vectors"])
         lines, usable = _longer_than_a_point(prediction["vectors"])
         truth, is_line = _longer_than_a_point(sample["vectors"])
         scores, labels = (as_array(prediction[key]).reshape(-1)[usable] for key in ("scores", "labels"))

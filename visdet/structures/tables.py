@@ -21,15 +21,14 @@ def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def table_of(rows: Mapping[str, Mapping[str, object]]) -> str:
-    """Return a table with a line of values for each class, under the names that the first line gives them."""
+def table_of(rows: Mapping[str, Mapping[str, object]], summary: Mapping[str, float]) -> str:
+    """Return a table with a line of values for each class, under the names that the first line gives them.
+
+    Below it stands a line with the names and the values of the summary, with four decimals.
+    """
     names = next(iter(rows.values()), {})
-    return table_text(("class", *names), [(name, *row.values()) for name, row in rows.items()])
-
-
-def summary_line(metrics: dict[str, float]) -> str:
-    """Return names and values with four decimals in one line."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    table = table_text(("class", *names), [(name, *row.values()) for name, row in rows.items()])
+    return table + "  ".join(f"{name} {value:.4f}" for name, value in summary.items())
 
 
 def _cell(value: object) -> str:

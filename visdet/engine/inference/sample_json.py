@@ -44,9 +44,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     found = predictions_of(sample)
     if not found:
         raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
-    numbers = {name: values for name, values in found.items() if name != "vectors"}
-    lines = {f"vectors[{number}]": line for number, line in enumerate(found.get("vectors", ()))}
-    check_finite(f"the predictions for token {sample.get('token')}", DIVERGED, **numbers, **lines)
+    check_finite(f"the predictions for token {sample.get('token')}", DIVERGED, **found)
     return _driving_record(sample, found, dataset_meta)
 
 
