@@ -305,7 +305,7 @@ class CocoDataset(BaseDataset):
 
     def filter_data(self) -> list[dict]:
         """Return the records that ``filter_cfg`` keeps."""
-        if self.test_mode or not self.filter_cfg:
+        if self.test_mode:
             return self.data_list
         return [
             record

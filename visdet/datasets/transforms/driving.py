@@ -92,8 +92,8 @@ class CircleObjectRangeFilter(BaseTransform):
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
             return results
-        labels = results["gt_labels_3d"]
-        distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
+        labels, boxes = results["gt_labels_3d"], results["gt_bboxes_3d"]
+        distance = np.hypot(boxes[:, 0], boxes[:, 1])
         reach: Any = self.class_dist_thred
         if np.ndim(reach):  # The last number, which nothing is within, is that of classes without one.
             reach = np.array([*reach, -1.0])[np.minimum(labels, len(reach))]

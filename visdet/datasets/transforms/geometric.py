@@ -89,13 +89,14 @@ class Resize(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         height, width = results["img_shape"]
-        size = self.new_size(height, width)
-        set_image(results, F.resize(results["img"], list(size), antialias=self.backend == "pillow"))
-        previous = results.get("scale_factor", (1.0, 1.0))
-        results["scale_factor"] = (previous[0] * size[1] / width, previous[1] * size[0] / height)
+        new_height, new_width = self.new_size(height, width)
+        size = [new_height, new_width]
+        set_image(results, F.resize(results["img"], size, antialias=self.backend == "pillow"))
+        factor_w, factor_h = results.get("scale_factor", (1.0, 1.0))
+        results["scale_factor"] = (factor_w * new_width / width, factor_h * new_height / height)
         results["keep_ratio"] = self.keep_ratio
         if "gt_bboxes" in results:
-            boxes = F.resize(results["gt_bboxes"], list(size))
+            boxes = F.resize(results["gt_bboxes"], size)
             set_boxes(results, clipped(boxes) if self.clip_object_border else boxes)
         return results
 

@@ -297,8 +297,8 @@ class NormalizeMultiviewImage(BaseTransform):
         self.to_rgb = to_rgb
 
     def transform(self, results: dict) -> dict:
-        order = slice(None, None, -1) if self.to_rgb else slice(None)
+        step = -1 if self.to_rgb else 1
         results["img"] = [
-            (image[..., order].astype(np.float32) - self.mean) / self.std for image in results["img"]
+            (image[..., ::step].astype(np.float32) - self.mean) / self.std for image in results["img"]
         ]
         return results

@@ -16,10 +16,10 @@ class Corners(tv_tensors.KeyPoints):
 
 
 def _mirrored(axis: int, corners: Corners) -> Corners:
-    height, width = corners.canvas_size
+    size = corners.canvas_size  # (height, width)
     points = corners.as_subclass(torch.Tensor).clone()
-    points[..., axis] = (width, height)[axis] - points[..., axis]
-    return Corners(points, canvas_size=corners.canvas_size)
+    points[..., axis] = size[1 - axis] - points[..., axis]
+    return Corners(points, canvas_size=size)
 
 
 F.register_kernel(F.horizontal_flip, Corners)(partial(_mirrored, 0))
