@@ -35,7 +35,6 @@ class NuScenesMap:
             import shapely
         except ImportError as error:
             raise MissingPackageError("the map of nuScenes needs shapely 2: pip install shapely") from error
-        self._shapely = shapely
         path = Path(root) / "maps" / "expansion" / f"{location}.json"
         if not path.exists():
             raise MissingFileError(
@@ -58,15 +57,18 @@ class NuScenesMap:
         self._dividers = shapely.STRtree([shapely.LineString(line) for line in dividers if len(line) > 1])
 
     def _polygon(self, record: dict, nodes: dict) -> Any:
+        from shapely import Polygon
+
         outer = _places(record["exterior_node_tokens"], nodes)
         if len(outer) < 3:
-            return self._shapely.Polygon()
+            return Polygon()
         holes = [_places(hole["node_tokens"], nodes) for hole in record["holes"]]
-        return self._shapely.Polygon(outer, [hole for hole in holes if len(hole) > 2])
+        return Polygon(outer, [hole for hole in holes if len(hole) > 2])
 
     def around(self, lidar_to_world: np.ndarray) -> dict[int, list[np.ndarray]]:
         """Return the lines [n, 2] of each class (0 crossing, 1 divider, 2 boundary) in the lidar frame."""
-        shapely = self._shapely
+        import shapely
+
         size = np.array(self.roi_size)
         turn = turn_about_z(yaw_of(lidar_to_world))
         center = lidar_to_world[:2, 3]
@@ -92,11 +94,13 @@ class NuScenesMap:
 
     def _merged(self, crossings: list) -> list:
         """Return the crossings, after merging those that touch and have the same direction."""
+        from shapely import STRtree
+
         pieces: list[Any] = []
         for crossing in crossings:
             pieces += [piece for piece in _parts(crossing, "Polygon") if piece.area > 0]
         directions = [self._direction(piece) for piece in pieces]
-        tree, left = self._shapely.STRtree(pieces), set(range(len(pieces)))
+        tree, left = STRtree(pieces), set(range(len(pieces)))
         merged: list[Any] = []
         for index, piece in enumerate(pieces):
             if index not in left:
@@ -117,7 +121,8 @@ class NuScenesMap:
 
     def _boundaries(self, roads: list, half: np.ndarray) -> list[np.ndarray]:
         """Return the edges of the road. The road is on their right."""
-        shapely = self._shapely
+        import shapely
+
         inner = shapely.box(*(-half + _EDGE_MARGIN_M), *(half - _EDGE_MARGIN_M))
         lines = []
         for area in _parts(shapely.unary_union(roads), "Polygon"):

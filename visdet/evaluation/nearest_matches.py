@@ -28,12 +28,11 @@ class Nearest(NamedTuple):
     def of(cls, images: Sequence[Found]) -> "Nearest":
         """Return the predictions of images or frames."""
         columns = [(np.zeros(0, int), np.zeros(0), np.zeros(0), np.zeros(0, int), np.zeros(0, bool))]
-        num_before = 0
+        num_before, never = 0, -np.inf
         for image in images:
-            closeness = np.where(image.predicted[:, None] == image.labels, image.closeness(), -np.inf)
-            closeness = np.pad(
-                closeness, ((0, 0), (0, 1)), constant_values=-np.inf
-            )  # There is a closest one.
+            closeness = np.where(image.predicted[:, None] == image.labels, image.closeness(), never)
+            # There is a closest one.
+            closeness = np.pad(closeness, ((0, 0), (0, 1)), constant_values=never)
             truths, is_crowd = closeness.argmax(axis=1), np.append(image.is_crowd, False)
             columns.append(
                 (image.predicted, image.scores, closeness.max(axis=1), num_before + truths, is_crowd[truths])

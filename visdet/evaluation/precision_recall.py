@@ -110,11 +110,11 @@ class Found:
 
         The first prediction takes the closest free object of the class ``label``, or of any class, and so on.
         """
-        closeness = self.closeness()[rows]
+        closeness, never = self.closeness()[rows], -np.inf
         if label is not None:
-            closeness[:, self.labels != label] = -np.inf
+            closeness[:, self.labels != label] = never
         is_on_crowd = np.isfinite(closeness[:, self.is_crowd]).any(axis=1)
-        closeness[:, self.is_crowd] = -np.inf
+        closeness[:, self.is_crowd] = never
         taken = take_closest(closeness)
         return np.where((taken < 0) & is_on_crowd, -2, taken)
 

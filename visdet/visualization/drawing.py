@@ -25,10 +25,11 @@ def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:
 
     The factor is the least one that makes the longer side at least ``min_side`` pixels, but at most 8.
     """
-    factor = min(max(1, -(-min_side // max(image.shape[:2]))), 8)
+    height, width = image.shape[:2]
+    factor = min(max(1, -(-min_side // max(height, width))), 8)
     if factor == 1:
         return image, 1
-    size = (image.shape[1] * factor, image.shape[0] * factor)
+    size = (width * factor, height * factor)
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)), factor
 
 

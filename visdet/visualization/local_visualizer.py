@@ -83,11 +83,10 @@ class DetLocalVisualizer(SampleVisualizer):
         to_truth, to_predictions = _box_scales(sample, image.shape[:2])
         pictures = []
         if draw_gt and "gt_instances" in sample:
-            truth = sample.gt_instances
-            picture = canvas
+            picture, scale = canvas, to_truth * factor
             if "ignored_instances" in sample:
-                picture = self._draw(picture, sample.ignored_instances, to_truth * factor, _IGNORED_COLOUR)
-            pictures.append(self._draw(picture, truth, to_truth * factor))
+                picture = self._draw(picture, sample.ignored_instances, scale, _IGNORED_COLOUR)
+            pictures.append(self._draw(picture, sample.gt_instances, scale))
         if draw_pred and "pred_instances" in sample:
             predictions = sample.pred_instances
             if len(predictions):

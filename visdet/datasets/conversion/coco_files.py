@@ -34,12 +34,13 @@ def read_coco(source: Source) -> Iterator[Picture]:
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
     content = load_coco_json(str(file))
-    label_of = {category["id"]: category["name"] for category in content["categories"]}
+    categories = content["categories"]
+    label_of = {category["id"]: category["name"] for category in categories}
     for number, name in label_of.items():
         source.numbers.setdefault(name, number)
     annotations = [(row, label_of.get(row["category_id"])) for row in content["annotations"]]
     used = {label for _, label in annotations}
-    groups = {category.get("supercategory") for category in content["categories"]} - used
+    groups = {category.get("supercategory") for category in categories} - used
     for name in label_of.values():
         if name in groups:
             source.left_out.others[f"category {name}, which only groups others"] += 1
