@@ -77,12 +77,12 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
     Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
     num_truths = sum(len(frame["gt_boxes"]) for frame in frames)
-    scores = np.concatenate([np.zeros(0), *(frame["scores"] for frame in frames)])
     none = np.zeros(0, np.int64)
-    taken = np.concatenate([none, *(take_nearest(frame, max_distance) for frame in frames)])
-    sizes = [len(frame["scores"]) for frame in frames]
-    frame_of = np.repeat(np.arange(len(frames)), sizes)
-    row_of = np.concatenate([none, *map(np.arange, sizes)])
+    columns = [(np.zeros(0), none, none, none)]
+    for number, frame in enumerate(frames):
+        truths = take_nearest(frame, max_distance)
+        columns.append((frame["scores"], truths, np.full_like(truths, number), np.arange(len(truths))))
+    scores, taken, frame_of, row_of = map(np.concatenate, zip(*columns, strict=True))
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
     precision, confidence = np.zeros(101), np.zeros(101)

@@ -27,7 +27,8 @@ class Nearest(NamedTuple):
     @classmethod
     def of(cls, images: Sequence[Found]) -> "Nearest":
         """Return the predictions of images or frames."""
-        columns = [(np.zeros(0, int), np.zeros(0), np.zeros(0), np.zeros(0, int), np.zeros(0, bool))]
+        no_numbers, no_positions = np.zeros(0), np.zeros(0, int)
+        columns = [(no_positions, no_numbers, no_numbers, no_positions, np.zeros(0, bool))]
         num_before, never = 0, -np.inf
         for image in images:
             closeness = np.where(image.predicted[:, None] == image.labels, image.closeness(), never)

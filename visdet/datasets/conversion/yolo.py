@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from visdet.errors import InvalidInputError, listed, reading
+from visdet.errors import InvalidInputError, listed
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
@@ -62,8 +62,7 @@ def _content_of(table: Path) -> dict[str, Any]:
     if table.name in _CLASSES:
         return {"names": [line.strip() for line in text_of(table).strip().splitlines()]}
     try:
-        with reading(str(table)):
-            data = load_yaml(text_of(table))
+        data = load_yaml(text_of(table))
     except yaml.YAMLError as error:
         raise InvalidInputError(f"{table} is not valid YAML: {error}") from error
     return data if isinstance(data, dict) else {}
