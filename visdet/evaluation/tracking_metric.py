@@ -96,7 +96,8 @@ class TrackingMetric(DrivingBoxMetric):
         """
         truths: list[Frame] = []
         predictions: list[Frame] = []
-        for objects in (self.in_range(frame, reaches) for frame in scene):
+        for frame in scene:
+            objects = self.in_range(frame, reaches)
             for kind, frames in (("gt_", truths), ("", predictions)):
                 ids, boxes, scores, labels = (objects[f"{kind}{key}"] for key in _OF_TRACKS)
                 frames.append(Frame(ids, boxes[:, :2], scores, labels).rows(ids >= 0))
