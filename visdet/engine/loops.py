@@ -138,7 +138,8 @@ class EvaluationLoop:
         """Take the predictions for a batch, and give the metrics those for the batch before it."""
         arrived, self._arriving = self._arriving, (batch, ArrivingSamples(predictions))
         if arrived is not None:
-            self.evaluator.process(data_samples=arrived[1].read(), data_batch=arrived[0])
+            before, samples = arrived
+            self.evaluator.process(data_samples=samples.read(), data_batch=before)
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of all batches."""

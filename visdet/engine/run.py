@@ -123,10 +123,11 @@ def agreed_folder(
         enter_environment(env_cfg or {"dist_cfg": {"backend": "nccl"}}, launcher)
     chosen = [free_folder(folder, for_training) if is_main_process() else folder]
     broadcast_object_list(chosen)
-    if chosen[0] != folder:
+    (agreed,) = chosen
+    if agreed != folder:
         remark = ". --resume would continue it" if for_training else ""
-        say(f"{folder} holds another run; this one writes to {chosen[0]}{remark}")
-    return chosen[0]
+        say(f"{folder} holds another run; this one writes to {agreed}{remark}")
+    return agreed
 
 
 @checked

@@ -82,9 +82,10 @@ class RunCheckpoints(RunnerInterface):
         if found is None:
             self.load_or_resume()
             return None
-        self._load(*found, strict=True)
-        state = restore(self, *found)
-        self.logger.info(f"resumed from {found[0]} after {self.epoch} epochs and {self.iter} iterations")
+        path, content = found
+        self._load(path, content, strict=True)
+        state = restore(self, path, content)
+        self.logger.info(f"resumed from {path} after {self.epoch} epochs and {self.iter} iterations")
         return state
 
     def load_or_resume(self) -> None:

@@ -164,5 +164,5 @@ def _rows(model: nn.Module, counts: dict[str, int]) -> list[str]:
         total, trained = parameters_of(part)
         flops = _flops_of("Global" if part is model else f"{root}.{name}", counts)
         rows.append((name, f"{total:,}", f"{trained:,}", f"{flops / 1e9:.3f} G" if counts else "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(first), *map(str.rjust, numbers, others)]) for name, *numbers in rows]

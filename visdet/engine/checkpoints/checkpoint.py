@@ -140,9 +140,10 @@ def _explained(error: Exception, size: int, source: str) -> CheckpointError:
         return _not_now(source, f"the memory does not suffice for its {size} bytes")
     reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
     if refused := _REFUSED.search(reason):
-        advice = _IF_TRUSTED if _exists(refused[1]) else _IF_UNKNOWN
+        name = refused[1]
+        advice = _IF_TRUSTED if _exists(name) else _IF_UNKNOWN
         return CheckpointError(
-            f"checkpoint {source} holds a {refused[1]}, which is neither a tensor nor a plain type. {advice}"
+            f"checkpoint {source} holds a {name}, which is neither a tensor nor a plain type. {advice}"
         )
     # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
     reason = "the file ends too early" if isinstance(error, OSError) else reason.strip().split("\n")[0][:160]

@@ -326,11 +326,10 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
         for position, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter, {})
             for key in set(_MOMENTS).intersection(state):
-                shape = tuple(getattr(state[key], "shape", ()))
-                if state[key] is not None and shape != parameter.shape:
-                    raise ValueError(
-                        f"{key} of parameter {position} has the shape {shape}, not {tuple(parameter.shape)}"
-                    )
+                moment, expected = state[key], tuple(parameter.shape)
+                shape = tuple(getattr(moment, "shape", ()))
+                if moment is not None and shape != expected:
+                    raise ValueError(f"{key} of parameter {position} has the shape {shape}, not {expected}")
 
 
 def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
@@ -341,9 +340,9 @@ def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
     if saved is None:
         return
     with _restoring(path, "meta['accumulated_gradients']"):
-        by_rank = saved.get("by_rank", {})
+        by_rank, processes = saved.get("by_rank", {}), runner.world_size
         fits = saved.get("accumulative_counts") == [count]
-        if fits and all(len(gradients) == runner.world_size for gradients in by_rank.values()):
+        if fits and all(len(gradients) == processes for gradients in by_rank.values()):
             for name, parameter in unwrapped(runner.model).named_parameters():
                 gradient = by_rank[name][runner.rank]
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)

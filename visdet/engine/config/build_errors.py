@@ -65,9 +65,10 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
                 add_hint(error, f"in the config: {place}")
             raise
         match = _UNEXPECTED.search(text) if isinstance(error, TypeError) else None
-        for path, node in dicts_in(given) if match else ():
-            if match and match[1] in node:
-                raise InvalidTypeError(f"{path}: {_unexpected(match[1], node) or text}") from error
+        keyword = match and match[1]
+        for path, node in dicts_in(given) if keyword else ():
+            if keyword in node:
+                raise InvalidTypeError(f"{path}: {_unexpected(keyword, node) or text}") from error
         if isinstance(error, _REFUSALS) and _is_of_a_library(error):
             reason = " ".join(text.split()) or type(error).__name__
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error

@@ -79,7 +79,8 @@ def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
     except RuntimeError as error:
         if "equal size" not in str(error):
             raise
-        found = ", ".join(map(str, samples[0])) if isinstance(samples[0], dict) else type(samples[0]).__name__
+        first = samples[0]
+        found = ", ".join(map(str, first)) if isinstance(first, dict) else type(first).__name__
         raise InvalidInputError(
             f"samples of different sizes cannot be joined to a batch. Their parts are {found:.200}; a pipeline must "
             "end with a transform such as PackDetInputs, which gives inputs and data_samples to pseudo_collate"

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -112,11 +113,12 @@ class Detections:
         return len(self.scores)
 
     def __repr__(self) -> str:
-        names = self.class_names
-        counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "nothing"
+        height, width = self.shape
+        found = Counter(self.class_names).items()
+        counts = ", ".join(f"{count} {name}" for name, count in found) or "nothing"
         where = self.path or "an image"
         where += "" if self.frame is None else f", frame {self.frame},"
-        return f"Detections({counts} in {where} of {self.shape[1]}x{self.shape[0]} pixels)"
+        return f"Detections({counts} in {where} of {width}x{height} pixels)"
 
     def __iter__(self) -> Iterator[Detection]:
         columns = (self.labels.tolist(), self.scores.tolist(), self.boxes.tolist())

@@ -26,14 +26,15 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
     Source: the format is ISO/IEC 14496-12. Only ``stts``, the table of durations, and the total durations change.
     """
     edges = [0, *(round(seconds * _TICKS) for seconds in accumulate(durations))]
+    end = edges[-1]
     ticks = [after - before for before, after in pairwise(edges)]
     with open(path, "r+b") as file:
         try:
             start, index = _last_box(file, b"moov")
-            if b"ctts" in index or edges[-1] >= _LIMIT:
+            if b"ctts" in index or end >= _LIMIT:
                 return False
             (movie_scale,) = struct.unpack_from(">I", index, index.index(b"mvhd") + 4 + _TIME_SCALE_AT)
-            changed = _with_durations(index, ticks, round(edges[-1] / _TICKS * movie_scale))
+            changed = _with_durations(index, ticks, round(end / _TICKS * movie_scale))
         except (struct.error, ValueError):  # The writer could not complete the file.
             return False
         file.seek(start)
