@@ -65,7 +65,7 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
                 add_hint(error, f"in the config: {place}")
             raise
         match = _UNEXPECTED.search(text) if isinstance(error, TypeError) else None
-        keyword = match and match[1]
+        keyword: Any = match and match[1]
         for path, node in dicts_in(given) if keyword else ():
             if keyword in node:
                 raise InvalidTypeError(f"{path}: {_unexpected(keyword, node) or text}") from error
