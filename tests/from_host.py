@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from visdet.execution.tensor_tree import NotOnDevice, map_tensors
+from visdet.execution.tensor_tree import NotOnDevice, map_tensors, tensors_of
 
 # What these make is kept from the trial run before a capture.
 _KEPT = ("tables_of", "to_device")
@@ -25,11 +24,9 @@ class CopiesNoted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = tensors_of((args, kwargs))
         from_host = [tensor for tensor in given if tensor.device.type == "cpu" and tensor.dim() > 0]
-        on_gpu = [
-            value for value in (*given, *tree_leaves(result)) if isinstance(value, Tensor) and value.is_cuda
-        ]
+        on_gpu = [tensor for tensor in (*given, *tensors_of(result)) if tensor.is_cuda]
         # Operators read small tables where they lie.
         if from_host and on_gpu and function.namespace != "visdet":
             frames = [frame for frame in traceback.extract_stack() if "/visdet/" in frame.filename]

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
+from torch.nn.utils import parameters_to_vector
 
 from visdet.engine.process.process_group import leave_process_group
 
@@ -22,7 +23,7 @@ def in_two_processes(function, shares, store, method="forkserver"):
 
 def assert_same_gradients(gradients):
     """Compare the gradients of this process with those of the first."""
-    gradient = torch.cat([gradient.flatten() for gradient in gradients])
+    gradient = parameters_to_vector(gradients)
     other = gradient.clone()
     dist.broadcast(other, src=0)
     assert torch.equal(gradient, other) and gradient.any()

@@ -6,9 +6,9 @@ import pytest
 import tiny_transformers
 import torch
 from peers import peer
-from torch.utils._pytree import tree_map_only
 
 from visdet import compat
+from visdet.execution.tensor_tree import map_tensors
 
 CLASSES, SIZE = 5, 96
 
@@ -75,7 +75,7 @@ def train(build, arguments, device):
     torch.manual_seed(0)
     model, batch, loss_of = build(*arguments)
     model.to(device).train()
-    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    batch = map_tensors(lambda tensor: tensor.to(device), batch)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     for _ in range(50 if device == "cuda" else 5):

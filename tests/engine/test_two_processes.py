@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from mmengine.hooks import Hook
+from torch.nn.utils import parameters_to_vector
 from toy_run import in_two_processes, toy_runner
 
 from visdet.engine import NonFiniteLossError
@@ -17,7 +18,7 @@ class Snapshots(Hook):
         self.weights = []
 
     def before_train(self, runner):
-        self.weights.append(torch.cat([p.detach().flatten() for p in runner.model.parameters()]))
+        self.weights.append(parameters_to_vector(runner.model.parameters()).detach())
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.before_train(runner)

@@ -8,7 +8,7 @@ from visdet.registry import METRICS
 
 def boxes_of(rows):
     """Return boxes [n, 9] of rows of nine numbers, or of (x, y) alone."""
-    boxes = torch.zeros(len(rows), 9)
+    boxes = torch.zeros(len(rows), 9, dtype=torch.float64)
     for box, row in zip(boxes, rows, strict=True):
         box[: len(row)] = torch.tensor(row)
     return boxes

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from driving_frames import evaluate, frame
 from peers import peer
 
 peer("nuscenes.eval.tracking.algo", "nuscenes-devkit", "check-devkit")
@@ -16,7 +17,6 @@ from nuscenes.eval.tracking.algo import TrackingEvaluation
 from nuscenes.eval.tracking.data_classes import TrackingBox
 
 from visdet.evaluation.detection_curves import average_precision, match_frames, mean_errors
-from visdet.registry import METRICS
 
 
 def random_frames(rng, num_frames):
@@ -50,10 +50,10 @@ def test_detection_has_the_same_numbers(seed, name):
 
     def boxes_of(key):
         boxes = EvalBoxes()
-        for number, frame in enumerate(frames):
+        for number, one in enumerate(frames):
             rows = []
-            scores = frame["scores"] if key == "boxes" else np.full(len(frame[key]), -1.0)
-            for values, score in zip(frame[key], scores, strict=True):
+            scores = one["scores"] if key == "boxes" else np.full(len(one[key]), -1.0)
+            for values, score in zip(one[key], scores, strict=True):
                 x, y, z, length, width, height, yaw, vx, vy = values
                 rows.append(
                     DetectionBox(
@@ -128,58 +128,41 @@ def test_tracks_that_change_their_class_have_the_same_numbers(seed, monkeypatch)
     names, num_frames, num_objects = ("car", "truck"), 12, 6
     start, speed = rng.uniform(-20, 20, (num_objects, 2)), rng.normal(0, 1, (num_objects, 2))
     labels = np.arange(num_objects) % 2
-    metric = METRICS.build(dict(type="TrackingMetric", classes=names))
-    true_boxes, predicted_boxes = EvalBoxes(), EvalBoxes()
-    for frame in range(num_frames):
-        (seen, found), places = rng.random((2, num_objects)) >= 0.3, start + speed * frame
+    true_boxes, predicted_boxes, frames = EvalBoxes(), EvalBoxes(), []
+    for number in range(num_frames):
+        (seen, found), places = rng.random((2, num_objects)) >= 0.3, start + speed * number
         noisy = places + rng.normal(0, 0.5, places.shape)
         guesses = np.where(rng.random(num_objects) < 0.3, 1 - labels, labels)
         scores = rng.uniform(0.2, 1, num_objects)
 
-        def rows(ids, places, labels, scores, token=str(frame)):
+        def rows(ids, places, labels, scores, token=str(number)):
             return tracking_boxes(token, ids, places, [names[label] for label in labels], scores)
 
         ids = np.arange(num_objects)
-        true_boxes.add_boxes(str(frame), rows(ids[seen], places[seen], labels[seen], -np.ones(seen.sum())))
-        predicted_boxes.add_boxes(
-            str(frame), rows(ids[found] + 50, noisy[found], guesses[found], scores[found])
-        )
-        sample = {
-            "token": str(frame),
-            "scene_token": "s",
-            "timestamp": 0.5 * frame,
-            "T_global": np.eye(4),
-            "instance_id": ids[seen],
-            "gt_bboxes_3d": np.pad(places[seen], ((0, 0), (0, 7))),
-            "gt_labels_3d": labels[seen],
-        }
-        predicted = {
-            "boxes_3d": np.pad(noisy[found], ((0, 0), (0, 7))),
-            "scores_3d": scores[found],
-            "labels_3d": guesses[found],
-            "instance_ids": ids[found] + 50,
-        }
-        metric.process({}, [{**sample, "pred_instances_3d": predicted}])
-    ours = metric.evaluate(num_frames)
+        truth = ids[seen], places[seen], labels[seen]
+        guess = ids[found] + 50, noisy[found], guesses[found]
+        true_boxes.add_boxes(str(number), rows(*truth, -np.ones(seen.sum())))
+        predicted_boxes.add_boxes(str(number), rows(*guess, scores[found]))
+        identities = dict(instance_id=truth[0], instance_ids=guess[0])
+        frames.append(frame(*truth[1:], guess[1], scores[found], guess[2], **identities))
+    ours = evaluate("TrackingMetric", frames, classes=names)
 
     monkeypatch.setattr(loaders, "get_scenes_of_split", lambda split_name, nusc: ["scene"])
     true_tracks, predicted_tracks = (
         loaders.create_tracks(boxes, OneScene(num_frames), "val", gt)
         for boxes, gt in ((true_boxes, True), (predicted_boxes, False))
     )
-    summary: dict[str, list] = {name: [] for name in ("AMOTA", "AMOTP", "MOTA", "IDS")}
+    numbers = []
     for name in names:
         theirs = devkit_curve(true_tracks, predicted_tracks, name)
         motar, motp, mota = (
             np.array(theirs.get_metric(key), dtype=float) for key in ("motar", "motp", "mota")
         )
         best = int(np.nanargmax(mota))
-        amota = np.nan_to_num(motar).mean()
-        assert ours[f"Tracking/{name}_AMOTA"] == pytest.approx(amota, abs=1e-9)
-        values = (amota, np.nan_to_num(motp, nan=2.0).mean(), mota[best], theirs.get_metric("ids")[best])
-        for key, value in zip(summary, values, strict=True):
-            summary[key].append(value)
-    for key, values in summary.items():
-        expected = sum(values) if key == "IDS" else np.mean(values)
-        assert ours[f"Tracking/{key}"] == pytest.approx(expected, abs=1e-9), key
-    assert min(summary["AMOTA"]) > 0
+        averages = np.nan_to_num(motar).mean(), np.nan_to_num(motp, nan=2.0).mean()
+        numbers.append((*averages, mota[best], theirs.get_metric("ids")[best]))
+    amota, amotp, mota, switches = np.transpose(numbers)
+    expected = {"AMOTA": amota.mean(), "AMOTP": amotp.mean(), "MOTA": mota.mean(), "IDS": switches.sum()}
+    expected |= {f"{name}_AMOTA": number for name, number in zip(names, amota, strict=True)}
+    assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=1e-9)
+    assert amota.min() > 0

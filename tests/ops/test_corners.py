@@ -51,9 +51,9 @@ def found(function, count, *arguments):
     return out
 
 
-def bilinear(corner, fx, fy):
-    top, bottom = (1 - fx) * corner[0] + fx * corner[1], (1 - fx) * corner[2] + fx * corner[3]
-    return (1 - fy) * top + fy * bottom
+def weights_of_corners(fx, fy):
+    across, down = torch.stack([1 - fx, fx]), torch.stack([1 - fy, fy])
+    return torch.outer(down, across).flatten()
 
 
 @pytest.mark.parametrize("H, W", [(5, 3), (1, 4), (1, 1)])
@@ -82,13 +82,10 @@ def test_corners_and_weights_are_those_of_grid_sample(library, H, W):
 @pytest.mark.parametrize("fx, fy", FRACTIONS)
 def test_factors_of_a_corner_are_its_weight_and_the_slopes_of_the_weight(library, fx, fy):
     """Weights times a scale and interpolated numbers, with their slopes, are sums of these factors."""
-    corners = torch.eye(4, dtype=torch.float64)
+    at = torch.tensor([fx, fy], dtype=torch.float64).unbind()
     factors = torch.stack([found(library.factors_of, 3, k, fx, fy) for k in range(4)])
-    slopes = (
-        bilinear(corners, 1, fy) - bilinear(corners, 0, fy),
-        bilinear(corners, fx, 1) - bilinear(corners, fx, 0),
-    )
-    expected = torch.stack([bilinear(corners, fx, fy), *slopes], 1)
+    slopes = torch.autograd.functional.jacobian(weights_of_corners, at)
+    expected = torch.stack([weights_of_corners(*at), *slopes], 1)
     torch.testing.assert_close(factors, expected, rtol=0, atol=1e-15)
     scaled = found(library.scaled_weights, 4, -1.5, fx, fy)
     torch.testing.assert_close(scaled, -1.5 * factors[:, 0], rtol=0, atol=1e-15)

@@ -230,12 +230,16 @@ def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):
     return (torch.randint(0, 7, shape, generator=generator) / 4).to(device, dtype)
 
 
+def squared_distances(one, other):
+    return (one.double()[:, :, None] - other.double()[:, None]).square().sum(3)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("low", [0.0, 0.6])
 def test_ball_query_takes_the_first_points_that_are_near(dtype, low, device):
     points, centers = cloud(2, 30, 3, dtype=dtype), cloud(2, 11, 3, seed=1, dtype=dtype)
     centers[0, 0] = 50
-    squared = (centers.double()[:, :, None] - points.double()[:, None]).square().sum(3)
+    squared = squared_distances(centers, points)
     is_near = (squared == 0) | (squared >= low**2) & (squared < 1.1**2)
     index = ball_query(low, 1.1, 5, points.to(device), centers.to(device))
     assert index.dtype == torch.int32
@@ -260,7 +264,7 @@ def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
 @pytest.mark.parametrize(("k", "D"), [(1, 3), (3, 3), (12, 3), (40, 3), (3, 1), (3, 2), (3, 5)])
 def test_knn_is_a_stable_sort_of_distances(dtype, k, D, device):
     points, centers = cloud(2, 30, D, dtype=dtype), cloud(2, 7, D, seed=1, dtype=dtype)
-    distances = (centers.double()[:, :, None] - points.double()[:, None]).square().sum(3)
+    distances = squared_distances(centers, points)
     expected = distances.sort(dim=2, stable=True)
     index, squared = knn(k, points.to(device), centers.to(device))
     few = min(k, 30)
@@ -280,7 +284,7 @@ def furthest_loop(distances, count):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_furthest_point_sample_is_the_loop(dtype, device):
     points = cloud(3, 20, 3, dtype=dtype)
-    pairs = (points.double()[:, :, None] - points.double()[:, None]).square().sum(3)
+    pairs = squared_distances(points, points)
     index = furthest_point_sample(points.to(device), 15)
     assert index.dtype == torch.int32
     assert index.tolist() == [furthest_loop(distances, 15) for distances in pairs]

@@ -39,15 +39,8 @@ def sample(truth=(), predictions=(), **metainfo):
 
 def extent(picture, colour, factor=1):
     """Return xyxy around the pixels of a colour, in pixels of the image before enlarging, or None."""
-    rows, columns = np.nonzero((picture == colour).all(axis=2))
-    if not len(rows):
-        return None
-    return [
-        columns.min() / factor,
-        rows.min() / factor,
-        (columns.max() + 1) / factor,
-        (rows.max() + 1) / factor,
-    ]
+    box = Image.fromarray((picture == colour).all(axis=2)).getbbox()
+    return box and [number / factor for number in box]
 
 
 def test_a_box_is_drawn_where_it_is():
