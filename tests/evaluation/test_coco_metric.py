@@ -18,11 +18,11 @@ CLASSES = ("cat", "dog")
 BACKENDS = ("faster_coco_eval", "pycocotools")
 
 
-def truth(path, boxes, num_images=1, classes=CLASSES, first_id=0):
+def truth(path, boxes, num_images=1):
     """Write ground truth of (image id, label, xywh, crowd) and return the path; category ids are 7, 8, ..."""
     annotations = [
         dict(
-            id=first_id + i,
+            id=i,
             image_id=image,
             category_id=7 + label,
             bbox=xywh,
@@ -32,7 +32,7 @@ def truth(path, boxes, num_images=1, classes=CLASSES, first_id=0):
         for i, (image, label, xywh, crowd) in enumerate(boxes)
     ]
     images = [dict(id=i, file_name=f"{i}.jpg", height=200, width=300) for i in range(num_images)]
-    categories = [dict(id=7 + i, name=name) for i, name in enumerate(classes)]
+    categories = [dict(id=7 + i, name=name) for i, name in enumerate(CLASSES)]
     write_json(path, dict(images=images, annotations=annotations, categories=categories))
     return str(path)
 

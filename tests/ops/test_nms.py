@@ -38,7 +38,7 @@ THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9, 1 / 3, 1.0, -0.5, math.nan
 BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e30, -1e30, 1e-40, -0.0)
 
 
-def of_random_problem(seed, N, columns=4, device="cpu", dtype=None):
+def of_random_problem(seed, N, columns=4, dtype=None):
     """Return boxes, scores, classes, candidates and a threshold, with ties, overlaps at thresholds and bad numbers."""
     number = seed * 1009 + N
     draw, numbers = random.Random(number), Seeded(number)
@@ -61,9 +61,8 @@ def of_random_problem(seed, N, columns=4, device="cpu", dtype=None):
     count = draw.choice([0, 1, 4, 30])
     classes = torch.randint(-count, count + 1, (N,), generator=numbers.generator) * 10**12 if count else None
     is_candidate = rand(N) < 0.8 if draw.random() < 0.3 else None
-    given = (boxes.to(dtype), scores.to(dtype), classes, is_candidate)
     threshold = draw.choice([*THRESHOLDS, draw.random()])
-    return *(one if one is None else one.to(device) for one in given), threshold
+    return boxes.to(dtype), scores.to(dtype), classes, is_candidate, threshold
 
 
 def _rows(draw: Draw, count: int, whole: bool) -> Tensor:

@@ -1,6 +1,5 @@
 """Sparse convolution, against the dense one."""
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -168,11 +167,10 @@ OPERATORS = (
 DENSE = {2: functional.conv2d, 3: functional.conv3d}
 
 
-def places(shape, count=25, batch_size=2, seed=0):
-    """Return different places [count, 1 + D] in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    every = list(itertools.product(range(batch_size), *map(range, shape)))
-    return torch.tensor([every[i] for i in torch.randperm(len(every), generator=generator)[:count]]).int()
+def places(shape):
+    """Return 25 different places [25, 1 + D] of two images in any order."""
+    every = torch.cartesian_prod(*map(torch.arange, (2, *shape)))
+    return every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:25]].int()
 
 
 # Shape, kernel, stride, padding, dilation, and whether the convolution is transposed.

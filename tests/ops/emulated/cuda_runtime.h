@@ -190,7 +190,6 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline void __nanosleep(unsigned) {}
-inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 template <typename T>
