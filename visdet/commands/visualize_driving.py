@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> None:
         )
     model: Any = None
     metainfo = dataset.metainfo
-    thresholds, origin = dict[str, float](), ""
+    thresholds: dict[str, float] = {}
+    origin = ""
     if checkpoint:
         model, (thresholds, origin) = load_model(cfg, checkpoint, metainfo)
     visualizer = VISUALIZERS.build(
@@ -94,12 +95,12 @@ def run(args: argparse.Namespace) -> None:
         if value is not None:
             thresholds |= dict.fromkeys(metainfo.get(names, ()), value)
             origin += f" and {option}"
-    if model is not None:
+    if checkpoint:
         say(told_thresholds(thresholds, thresholds.values(), origin))
 
     def draw(frames_of_scene: Any, item: dict) -> "np.ndarray":
         sample = item["data_samples"]
-        if model is not None:
+        if frames_of_scene:
             with torch.no_grad():
                 (sample,) = frames_of_scene.test_step(pseudo_collate([item]))
         image = image_of_inputs(item["inputs"], is_bgr(cfg))
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--scenes must be numbers from 0 to {count - 1}, as the data set has {count} scenes, got {scene}"
             )
         frames = range(*scenes[scene])[: args.max_frames]
-        frames_of_scene = StagedModel(model) if model is not None else None
+        frames_of_scene = StagedModel(model) if checkpoint else None
         drawn = (draw(frames_of_scene, dataset[index]) for index in frames)
         write_scene(drawn, out_dir / f"scene_{scene:03d}")
 

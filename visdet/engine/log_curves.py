@@ -33,9 +33,9 @@ def read_scalars(path: str | Path) -> dict[str, Curve]:
     files = [given] if given.is_file() else sorted(given.rglob("vis_data/scalars.json"))
     if not files:
         raise UserError(f"{path}: there is no log (no vis_data/scalars.json) in or below it")
-    runs = sorted({str(file.resolve().parents[2]) for file in files})
-    if len(runs) > 1 and not given.is_file():
-        raise UserError(f"{path} has the logs of several runs; name the runs to draw: {listed(runs)}")
+    runs = {file.resolve().parents[2] for file in files}
+    if len(runs) > 1:
+        raise UserError(f"{path} has the logs of several runs; name the runs to draw: {listed(sorted(runs))}")
     curves: dict[str, Curve] = defaultdict(dict)
     for file in files:
         logs = [log.read_text(errors="replace") for log in file.parent.parent.glob("*.log")]
@@ -100,12 +100,12 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
                 short = name.rpartition("/")[2]
                 marker = "o" if len(steps) < 20 else None
                 axis.plot(steps, values, marker=marker, linewidth=1.2, label=prefix + short)
-        axis.set_title(title)
-        axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
+        axis.set(title=title, xlabel="iteration or epoch of validation" if title == "AP" else "iteration")
         axis.grid(alpha=0.3)
         axis.legend(prop=font)
+        limits = axis.dataLim
         # A logarithmic axis would leave out negative losses.
-        if title == "loss" and axis.dataLim.y0 >= 0 < axis.dataLim.y1:
+        if title == "loss" and limits.y0 >= 0 < limits.y1:
             axis.set_yscale("log")
     with written_whole(out_file) as partial:
         figure.savefig(partial, dpi=110)

@@ -129,7 +129,7 @@ def category_ids_of(dataset: Any) -> list[Any] | None:
     """Return the number of each class in the annotation file of a data set, which may be within others, or None."""
     while not hasattr(dataset, "category_ids"):
         inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
-        if not (inner := [one for one in inner if one is not None]):
+        dataset = next((one for one in inner if one is not None), None)
+        if dataset is None:
             return None
-        dataset = inner[0]
     return list(dataset.category_ids)

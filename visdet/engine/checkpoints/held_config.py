@@ -13,6 +13,7 @@ from typing import Any
 from mmengine.config import Config
 
 from visdet.errors import listed
+from visdet.registry import name_of_type
 
 from ..config.checks import section_of, several_of
 from ..config.foreign_scope import adopt_mmdet_scope
@@ -34,8 +35,10 @@ URL_SCHEMES = (
     "torchvision://",
 )
 SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
-# What belongs to the run that wrote the checkpoint, or is for the user of the file to decide.
-_OF_THE_RUN = (
+# What belongs to the run that wrote the checkpoint, or is for the user of the file to decide, and what a program adds.
+_NOT_TAKEN_OVER = (
+    "_base_",
+    "__builtins__",
     "work_dir",
     "load_from",
     "resume",
@@ -115,7 +118,7 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
         exec(compile(text, path, "exec"), values)
         values = {name: value for name, value in values.items() if not isinstance(value, ModuleType)}
     name = _TIME_OF_A_RUN.sub("", str(held("experiment_name") or Path(path).stem))
-    own = {key: value for key, value in values.items() if key not in (*_OF_THE_RUN, "_base_", "__builtins__")}
+    own = {key: value for key, value in values.items() if key not in _NOT_TAKEN_OVER}
     cfg = Config(own, cfg_text=text, filename=f"{Path(name).name}.py")
     adopt_mmdet_scope(cfg)
     if not trust:
@@ -127,8 +130,9 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
             )
         for _, node in dicts_in(cfg._cfg_dict):
             for key in _NAMING:
-                if isinstance(node.get(key), str):
-                    node[key] = node[key].rpartition(".")[2]  # Registries have classes under this name.
+                kind = node.get(key)
+                if isinstance(kind, str):
+                    node[key] = name_of_type(kind)  # Registries have classes under this name.
     return cfg
 
 
@@ -201,7 +205,7 @@ def _code_in(values: dict[str, Any]) -> list[str]:
         if not isinstance(name, str) or not (names_class or key in ("_scope_", "default_scope")):
             continue
         package, dot, _ = name.partition(".")
-        last = name.rpartition(".")[2]
+        last = name_of_type(name)
         # A registry that has no class of a name imports a module of that name.
         is_module = names_class and last.isidentifier() and importlib.util.find_spec(last) is not None
         is_foreign = package not in _REGISTERED and (dot or not names_class)

@@ -39,9 +39,8 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     found = checkpoint
     while inner := [found[key] for key in ("state_dict", "model") if isinstance(found.get(key), dict)]:
         found = inner[0]
-    if not any(isinstance(value, Tensor) for value in found.values()) or not all(
-        isinstance(key, str) for key in found
-    ):
+    has_weights = any(isinstance(value, Tensor) for value in found.values())
+    if not has_weights or not all(isinstance(key, str) for key in found):
         held = f"the keys {listed(found, 6)}" if found else "an empty dict"
         raise CheckpointError(f"checkpoint {source} holds no weights; it holds {held}")
     return found

@@ -165,14 +165,15 @@ def complete_config(cfg: Config) -> None:
         return
     by_epoch = not is_iteration_based(train_cfg)
     hooks = section_of(cfg, "default_hooks")
-    checkpoint, logger = hooks.get("checkpoint", {}), hooks.get("logger", {})
-    if checkpoint is not None:
-        saves_by_epoch = checkpoint.get("by_epoch", by_epoch)
-        interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
-        default = {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval}
-        hooks["checkpoint"] = {**default, **checkpoint}
-    if logger is not None:
-        hooks["logger"] = {"type": "LoggerHook", "log_metric_by_epoch": by_epoch, **logger}
+    saves_by_epoch = section_of(hooks, "checkpoint").get("by_epoch", by_epoch)
+    interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
+    defaults = {
+        "checkpoint": {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval},
+        "logger": {"type": "LoggerHook", "log_metric_by_epoch": by_epoch},
+    }
+    for key, of_hook in defaults.items():
+        given = hooks.get(key, {})
+        hooks[key] = None if given is None else {**of_hook, **given}
     cfg.default_hooks = hooks
     cfg.log_processor = {"by_epoch": by_epoch, **section_of(cfg, "log_processor")}
     check_counting(cfg)

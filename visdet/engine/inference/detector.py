@@ -95,7 +95,8 @@ class Detector:
                 "only a data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or "
                 "visdet.evaluate, to write and draw the predictions for the data set of the config"
             )
-        content = {} if path is None else read_checkpoint(path, trust=cfg.get("trust_checkpoint", False))
+        option = cfg.get
+        content = {} if path is None else read_checkpoint(path, trust=option("trust_checkpoint", False))
         say_differences(cfg, content, path or "")
         model = build_model(cfg, cfg.model)
         self.dataset_meta = dataset_meta_of(cfg, content, path, model)
@@ -103,8 +104,8 @@ class Detector:
         owner = "the checkpoint, or else test_dataloader.dataset.metainfo, names"
         check_heads(model, classes, owner, names_may_be_unused=path is None)
         if path is not None:
-            is_strict = cfg.get("strict_load", True)
-            allows_nonfinite = cfg.get("allow_nonfinite_weights", False)
+            is_strict = option("strict_load", True)
+            allows_nonfinite = option("allow_nonfinite_weights", False)
             weights = weights_of(content, path)
             load_weights(model, weights, path, is_strict, allow_nonfinite=allows_nonfinite)
         self.model: nn.Module = model.to(self.device).eval()
