@@ -104,13 +104,11 @@ def _add_frame(tables, info, tokens, number):
 def _add_annotations(tables, frames):
     """Add the boxes of a scene; those of one agent in successive frames know each other."""
     last: dict[int, dict] = {}
-    numbers: dict[int, int] = {}
     for frame, info in enumerate(frames):
         lidar = lidar_pose(info)
         for row, agent in enumerate(info["instance_inds"].tolist()):
             instance = f"{info['scene_token']}-{agent}"
-            if agent not in numbers:
-                numbers[agent] = len(tables["instance"])
+            if agent not in last:
                 tables["instance"].append({"token": instance, "category_token": str(info["gt_names"][row])})
             x, y, z, length, width, height, yaw = info["gt_boxes"][row]
             pose = lidar @ pose_matrix((x, y, z), Rotation.from_euler("z", yaw).as_matrix())
@@ -155,15 +153,15 @@ def _write_can_bus(folder, scenes):
 
 def _write_map(folder):
     """Write the roads of both scenes in the map expansion's layers."""
-    nodes, layers = [], {name: [] for name in ("polygon", "line", "ped_crossing", "road_segment", "lane")}
-    layers |= {"lane_divider": [], "road_divider": []}
+    names = "polygon", "line", "ped_crossing", "road_segment", "lane", "lane_divider", "road_divider"
+    nodes, layers = [], {name: [] for name in names}
 
     def tokens_of(points):
         first = len(nodes)
         nodes.extend(
-            {"token": f"n{first + k}", "x": float(x), "y": float(y)} for k, (x, y) in enumerate(points)
+            {"token": f"n{k}", "x": float(x), "y": float(y)} for k, (x, y) in enumerate(points, first)
         )
-        return [f"n{first + k}" for k in range(len(points))]
+        return [node["token"] for node in nodes[first:]]
 
     def add_area(layer, points):
         token = f"p{len(layers['polygon'])}"

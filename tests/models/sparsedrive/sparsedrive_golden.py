@@ -60,13 +60,16 @@ def build(arrays):
     return model
 
 
+def lists(values, name):
+    """Return values[name/0], values[name/1], ... as a list."""
+    return [values[f"{name}/{i}"] for i in range(sum(key.startswith(f"{name}/") for key in values))]
+
+
 def frame_of(arrays, index):
     """Return (images, samples) of a frame in the form the preprocessor gives."""
     values = under(arrays, f"input/frame{index}")
     data = {name: value for name, value in values.items() if "/" not in name}
-    for name in {key.split("/")[0] for key in values if "/" in key}:
-        count = sum(key.startswith(f"{name}/") for key in values)
-        data[name] = [values[f"{name}/{i}"] for i in range(count)]
+    data |= {name: lists(values, name) for name in {key.split("/")[0] for key in values if "/" in key}}
     ids = data.pop("instance_id")
     data["img_metas"] = [
         {

@@ -4,16 +4,11 @@ import math
 
 import pytest
 import torch
-from sparsedrive_golden import built, close
+from sparsedrive_golden import built, close, lists
 
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.registry import TASK_UTILS
-
-
-def lists(values, name):
-    """Return values[name/0], values[name/1], ... as a list."""
-    return [values[f"{name}/{i}"] for i in range(sum(key.startswith(f"{name}/") for key in values))]
 
 
 def test_nan_is_survived_and_has_no_weight():

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from driving_samples import samples_of
 from mmengine.config import Config
 
 from visdet.registry import MODELS
+from visdet.structures import DrivingDataSample
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 HEIGHT, WIDTH, NUM_CAMERAS = 32, 64, 6
@@ -57,58 +57,39 @@ def cameras():
 def frame(times, seed=0, scenes=None, num_boxes=None, num_lines=None, poses=None):
     """Return (images, samples) of one frame of each sample; sample i draws from seed + i, whatever the batch."""
     B = len(times)
-    draws = (
-        [np.random.default_rng([seed, i]) for i in range(B)]
-        if isinstance(seed, int)
-        else [np.random.default_rng(list(s)) for s in seed]
-    )
-    num_boxes = [4] * B if num_boxes is None else num_boxes
-    num_lines = [3] * B if num_lines is None else num_lines
-    images = torch.stack(
-        [torch.from_numpy(d.normal(size=(NUM_CAMERAS, 3, HEIGHT, WIDTH))).float() for d in draws]
-    )
-    poses = [np.eye(4)] * B if poses is None else poses
-    data = {
-        "projection_mat": torch.from_numpy(cameras()).float().expand(B, -1, -1, -1).contiguous(),
-        "image_wh": torch.tensor([WIDTH, HEIGHT]).float().expand(B, NUM_CAMERAS, 2).contiguous(),
-        "timestamp": torch.tensor(times, dtype=torch.float64),
-        "focal": torch.full((B, NUM_CAMERAS), WIDTH / 1.4),
-        "img_metas": [],
-        "gt_bboxes_3d": [],
-        "gt_labels_3d": [],
-        "gt_map_pts": [],
-        "gt_map_labels": [],
-    }
-    for i, draw in enumerate(draws):
-        n, m = num_boxes[i], num_lines[i]
-        boxes = np.zeros((n, 9))
-        boxes[:, :3] = draw.uniform((-15, -15, -2), (15, 15, 0), (n, 3))
-        boxes[:, 3:6] = draw.uniform(1, 4, (n, 3))
-        boxes[:, 6] = draw.uniform(-3, 3, n)
-        boxes[:, 7:] = draw.normal(size=(n, 2))
-        data["gt_bboxes_3d"].append(torch.from_numpy(boxes).float())
-        data["gt_labels_3d"].append(torch.from_numpy(draw.integers(0, 5, n)))
-        starts = draw.uniform((-10, -25), (10, 25), (m, 1, 1, 2))
-        line = starts + np.linspace(0, 5, 20)[None, None, :, None]
+    seeds = [(seed, i) for i in range(B)] if isinstance(seed, int) else seed
+    counts = num_boxes or [4] * B, num_lines or [3] * B
+    images, samples = [], []
+    for i, (own_seed, n, m) in enumerate(zip(seeds, *counts, strict=True)):
+        draw = np.random.default_rng(own_seed)
+        images.append(draw.normal(size=(NUM_CAMERAS, 3, HEIGHT, WIDTH)))
+        places = draw.uniform((-15, -15, -2), (15, 15, 0), (n, 3))
+        sides, yaw, velocity = draw.uniform(1, 4, (n, 3)), draw.uniform(-3, 3, n), draw.normal(size=(n, 2))
+        labels = draw.integers(0, 5, n)
+        line = draw.uniform((-10, -25), (10, 25), (m, 1, 1, 2)) + np.linspace(0, 5, 20)[:, None]
         lines = np.full((m, 38, 20, 2), 1e5)
         lines[:, :1], lines[:, 1:2] = line, line[:, :, ::-1]
-        data["gt_map_pts"].append(torch.from_numpy(lines).float())
-        data["gt_map_labels"].append(torch.from_numpy(draw.integers(0, 3, m)))
-        meta = {
-            "T_global": poses[i],
-            "T_global_inv": np.linalg.inv(poses[i]),
-            "timestamp": times[i],
-            "instance_id": np.arange(n),
+        pose = np.eye(4) if poses is None else poses[i]
+        metas = {"T_global": pose, "T_global_inv": np.linalg.inv(pose), "timestamp": times[i]}
+        metas |= {"instance_id": np.arange(n)} | ({} if scenes is None else {"scene_token": scenes[i]})
+        sample = DrivingDataSample(metainfo=metas)
+        sample.gt_labels_3d = torch.from_numpy(labels)
+        sample.gt_map_labels = torch.from_numpy(draw.integers(0, 3, m))
+        sample.gt_depth = [
+            torch.from_numpy(draw.uniform(-5, 30, (NUM_CAMERAS, HEIGHT // stride, WIDTH // stride))).float()
+            for stride in (4, 8, 16)
+        ]
+        fields = {
+            "projection_mat": cameras(),
+            "image_wh": np.tile([WIDTH, HEIGHT], (NUM_CAMERAS, 1)),
+            "focal": np.full(NUM_CAMERAS, WIDTH / 1.4),
+            "gt_bboxes_3d": np.column_stack([places, sides, yaw, velocity]),
+            "gt_map_pts": lines,
         }
-        if scenes is not None:
-            meta["scene_token"] = scenes[i]
-        data["img_metas"].append(meta)
-    levels = [(HEIGHT // s, WIDTH // s) for s in (4, 8, 16)]
-    data["gt_depth"] = [
-        torch.stack([torch.from_numpy(d.uniform(-5, 30, (NUM_CAMERAS, *level))).float() for d in draws])
-        for level in levels
-    ]
-    return images, samples_of(data)
+        for name, values in fields.items():
+            sample.set_field(torch.from_numpy(values).float(), name)
+        samples.append(sample)
+    return torch.from_numpy(np.stack(images)).float(), samples
 
 
 STAGE2 = CONFIGS / "sparsedrive/sparsedrive_toy_stage2.py"
