@@ -217,8 +217,9 @@ def _lines(given: Any, where: str, label: Any) -> list[np.ndarray]:
     lines = []
     for number, line in enumerate(given):
         name = f"line {number} of map class {label} in map_annos"
-        points = Key(name, float, "[m, 2] or [m, 3]", beside=None).read({name: line}, where)
-        if not len(points) or not np.isfinite(points).all():
-            raise InvalidInputError(f"{where}: {name} must have points, all of which are finite")
+        key = Key(name, float, "[m, 2] or [m, 3]", beside=None, is_finite=True)
+        points = key.read({name: line}, where)
+        if not len(points):
+            raise InvalidInputError(f"{where}: {name} must have points")
         lines.append(points)
     return lines
