@@ -108,8 +108,8 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
     infos, pickles = list(infos), []
-    header = {"format": _FORMAT, "metadata": metadata}
-    values = {"header": header, "frame_keys": frame_keys(infos, str(path))}
+    header = json.dumps({"format": _FORMAT, "metadata": metadata})
+    keys = json.dumps(frame_keys(infos, str(path)))
     for index, info in enumerate(infos):
         try:
             pickles.append(pickle.dumps(info))
@@ -119,11 +119,10 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
                 f"frame {info.get('token') or index} of {path}: an info file holds numbers, text, lists, dicts and "
                 f"arrays, but {error}"
             ) from error
-    arrays: dict[str, Any] = {name: np.array(json.dumps(value)) for name, value in values.items()}
     content = np.frombuffer(b"".join(pickles), dtype=np.uint8)
     ends = np.cumsum([len(one) for one in pickles], dtype=np.int64)
     with written_whole(path) as partial:
-        np.savez(partial, content=content, ends=ends, **arrays)
+        np.savez(partial, content=content, ends=ends, header=header, frame_keys=keys)
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:

@@ -333,7 +333,7 @@ class CocoMetric(BaseMetric):
 
     def _write(self, detections: Iterable[dict]) -> None:
         """Write the detections of classes that ``ann_file``, or else the data set, has, with their category ids."""
-        meta: dict[str, Any] = self._dataset_meta or {}
+        meta: Any = self._dataset_meta
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
         if self._ann_file is not None:
             number_of = {label: number for number, label in self._label_of_category.items()}

@@ -127,7 +127,7 @@ class PlanningMetric(DrivingMetric):
 def _mean_of_steps(frames: list[dict], key: str, num_steps: int) -> np.ndarray:
     if not frames:
         return np.full(num_steps, np.nan)
-    return np.asarray([frame[key] for frame in frames], dtype=np.float64).mean(axis=0)
+    return np.mean([frame[key] for frame in frames], axis=0)
 
 
 def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, float]:

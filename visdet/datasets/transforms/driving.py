@@ -224,22 +224,24 @@ class NuScenesSparse4DAdaptor(BaseTransform):
     """
 
     def transform(self, results: dict) -> dict:
-        sizes = {image.shape for image in results["img"]}
+        images = results["img"]
+        sizes = {image.shape for image in images}
         if len(sizes) > 1:
             raise InvalidInputError(
                 f"frame {results.get('token')}: images of all cameras must be of one size, got {sorted(sizes)}"
             )
-        results["img"] = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in results["img"]]))
+        results["img"] = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in images]))
         results["projection_mat"] = results["lidar2img"]
         results["image_wh"] = np.array(results["img_shape"])[:, 1::-1]
         if "cam_intrinsic" in results:
             results["focal"] = np.array(results["cam_intrinsic"])[:, 0, 0]
-        results["T_global"] = results["lidar2global"]
-        results["T_global_inv"] = inverse_pose(results["lidar2global"])
+        pose = results["lidar2global"]
+        results |= {"T_global": pose, "T_global_inv": inverse_pose(pose)}
         if "instance_inds" in results:
             results["instance_id"] = results["instance_inds"]
         if "gt_bboxes_3d" in results:
-            results["gt_bboxes_3d"][:, 6] = wrap_angle(results["gt_bboxes_3d"][:, 6])
+            boxes = results["gt_bboxes_3d"]
+            boxes[:, 6] = wrap_angle(boxes[:, 6])
         if "fut_boxes" in results:
             results["fut_boxes"] = object_array(results["fut_boxes"])
         for key in (*_TENSOR_KEYS, "cam_intrinsic"):

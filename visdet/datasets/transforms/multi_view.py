@@ -213,15 +213,15 @@ class ResizeCropFlipImage(BaseTransform):
         config = results.get("aug_config")
         if config is None:
             return results
-        sizes = results.pop("full_sizes", None) or [image.shape[:2] for image in results["img"]]
-        for index, (image, size) in enumerate(zip(results["img"], sizes, strict=True)):
+        images, projections = results["img"], results["lidar2img"]
+        sizes = results.pop("full_sizes", None) or [image.shape[:2] for image in images]
+        for index, (image, size) in enumerate(zip(images, sizes, strict=True)):
             self._compare_size(size, config, results)
-            image, matrix = _warp(image, config, size)
-            results["img"][index] = image
-            results["lidar2img"][index] = matrix @ results["lidar2img"][index]
+            images[index], matrix = _warp(image, config, size)
+            projections[index] = matrix @ projections[index]
             if "cam_intrinsic" in results:
                 results["cam_intrinsic"][index][:2] *= config.get("resize", 1)
-        results["img_shape"] = [image.shape[:2] for image in results["img"]]
+        results["img_shape"] = [image.shape[:2] for image in images]
         return results
 
     def _compare_size(self, size: tuple[int, int], config: dict, results: dict) -> None:
