@@ -116,12 +116,13 @@ def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
 
 def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:
     """Return mAP, the mean errors and the detection scores."""
-    # An error that is not defined for any class counts as the worst.
-    scores = {name: max(0.0, 1 - value) if not np.isnan(value) else 0.0 for name, value in errors.items()}
-    without = sum(score for name, score in scores.items() if name != "attr_err")
-    total = 5 * mean_precision + without
+    # An error that is not defined for any class counts as the worst, as NaN is not above 0.
+    scores = {name: max(0.0, 1 - value) for name, value in errors.items()}
+    of_attributes = scores.pop("attr_err")
+    total = 5 * mean_precision + sum(scores.values())
     summary = {"mAP": mean_precision, "NDS_no_attr": total / 9}
     if with_attributes:
-        summary["NDS"] = (total + scores["attr_err"]) / 10
-    names = {name: label for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"}
-    return summary | {label: errors[name] for name, label in names.items()}
+        summary["NDS"] = (total + of_attributes) / 10
+    return summary | {
+        label: errors[name] for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"
+    }
