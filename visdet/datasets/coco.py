@@ -299,7 +299,7 @@ class CocoDataset(BaseDataset):
             f"of {total} boxes {num_dropped} {done} dropped{reasons} and {clipped} {done} clipped to their image"
             f"{' in training' * self.test_mode}; a COCO bbox is [x, y, width, height] in pixels"
         )
-        if total and num_dropped >= total:
+        if num_dropped >= total:
             raise InvalidInputError(f"annotation file {self.ann_file}: {message}. No box is left.")
         self._warn(message)
 

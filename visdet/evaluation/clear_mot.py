@@ -56,11 +56,9 @@ class Counts:
 
     @property
     def motar(self) -> float:
-        """MOTA scaled by the recall, in 0..1, or NaN if nothing is matched."""
-        if not self.matches:
-            return float("nan")
+        """MOTA scaled by the recall, in 0..1, which is 0 if nothing is matched."""
         # Of the errors, the misses and switches are those that the recall has already.
-        return max(0.0, 1 - self.false_alarms / self.matches)
+        return max(0.0, 1 - self.false_alarms / self.matches) if self.matches else 0.0
 
     @property
     def motp(self) -> float:

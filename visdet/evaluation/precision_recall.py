@@ -68,7 +68,7 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
     precision = right / counts
     recall = right / max(num_truths, 1)
     f1 = 2 * right / (counts + num_truths)
-    best = int(f1.argmax()) if len(f1) and f1.max() > 0 else None
+    best = int(f1.argmax()) if f1.max(initial=0) > 0 else None
     record: dict[str, Any] = dict.fromkeys(("best_threshold", "best_f1", "best_precision", "best_recall"))
     shown = np.unique(np.linspace(0, max(len(scores) - 1, 0), _MOST_POINTS).round().astype(int))[
         : len(scores)

@@ -122,7 +122,7 @@ def _of_class(scene: list[tuple[Frame, Frame]], label: int) -> list[tuple[Frame,
 def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float]:
     """Return the scores of one class, which has true boxes."""
     curve = motar_curve(scenes, _MAX_DISTANCE_M)
-    motar = np.nan_to_num([point.motar for point in curve])
+    motar = [point.motar for point in curve]
     motp = np.nan_to_num([point.motp for point in curve], nan=_MAX_DISTANCE_M)
     best = max(curve, key=attrgetter("mota", "objects"))
     return {

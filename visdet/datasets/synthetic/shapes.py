@@ -56,7 +56,7 @@ def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> t
     for index, (label, full_area, corners) in enumerate(painted):
         pixels = np.argwhere(owner == index)[:, ::-1]  # (x, y)
         number = len(pixels)
-        if number < _MIN_VISIBLE * full_area or not number:
+        if number < _MIN_VISIBLE * full_area:
             continue
         points = corners if rotated else np.concatenate([pixels, pixels + 1])
         bbox = (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
