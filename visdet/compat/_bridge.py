@@ -200,9 +200,6 @@ class _Loader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
         spec: Any = module.__spec__
         module.__loader__ = spec.loader = self._loader

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ExportError
-from .families.family import Family, Tensors
+from .families.family import Family, Tensors, seeded
 from .precision import Tolerance
 
 Arrays = dict[str, np.ndarray]
@@ -130,7 +130,7 @@ def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     """Return tensors as arrays."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    return {name: tensor.numpy(force=True) for name, tensor in tensors.items()}
 
 
 def compare(
@@ -182,15 +182,15 @@ def _compare_case(
         found = run(inputs)
         differences.add(arrays(expected), arrays(found), family.rows, limit)
         first = first or (inputs, found)
-        state = {name: expected[output] for name, output in family.states.items()}
-        exported_state = {name: found[output] for name, output in family.states.items()}
+        state = family.state_after(expected)
+        exported_state = family.state_after(found)
     return first
 
 
 @torch.no_grad()
 def _rounding_decides(family: Family, calls: Sequence[Tensors], limit: Tolerance) -> bool:
     """Return whether a model gives results beyond the limit where its weights change by rounding."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     for _ in range(_DRAWS):
         changed = copy.deepcopy(family)
         for weight in changed.parameters():

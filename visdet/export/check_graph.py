@@ -23,7 +23,7 @@ from .check import Arrays, Differences, arrays
 from .counterparts import counterparts, nearest_of_shape, nearness
 from .errors import ExportError
 from .exposed_graph import RUNTIMES, ExposedGraph, source_of
-from .families.family import Tensors
+from .families.family import Tensors, seeded
 from .precision import LIMITS, Tolerance
 from .reference import Reference, Size, reference
 
@@ -121,7 +121,7 @@ class _Comparison:
         if self.differences.most <= limit:
             return
         nudged = dict(self.worst)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         for name, value in self.worst.items():
             if value.is_floating_point():
                 nudged[name] = value.nextafter(torch.randn(value.shape, generator=generator) * torch.inf)

@@ -54,7 +54,7 @@ class _Listener(TorchDispatchMode):
                 self.count += 1
                 numbers = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
                 maker = (str(function), max(self.tracker.parents, key=len), self.count)
-                self.hear(numbers.detach().cpu().numpy().reshape(-1), tensor.shape, maker)
+                self.hear(numbers.numpy(force=True).reshape(-1), tensor.shape, maker)
         return found
 
 

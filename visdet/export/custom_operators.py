@@ -15,6 +15,8 @@ from torch import Tensor
 
 import visdet.ops
 
+from .package import arrays_of
+
 DOMAINS = {"openvino": "visdet", "tensorrt": "TRT"}
 _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
@@ -81,7 +83,6 @@ def load_with_plugin(path: Path) -> tuple[list[str], Callable[[dict[str, Tensor]
     evaluator = ReferenceEvaluator(str(path), new_ops=[node, GatherElements])
 
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
-        given = {name: inputs[name].cpu().numpy() for name in evaluator.input_names}
-        return map(torch.from_numpy, evaluator.run(None, given))
+        return map(torch.from_numpy, evaluator.run(None, arrays_of(inputs, evaluator.input_names)))
 
     return evaluator.output_names, call

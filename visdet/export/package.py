@@ -100,6 +100,11 @@ class Package:
                 )
 
 
+def arrays_of(inputs: Tensors, names: Iterable[str]) -> dict[str, Any]:
+    """Return the inputs of these names as NumPy arrays."""
+    return {name: inputs[name].numpy(force=True) for name in names}
+
+
 def read_description(folder: str | Path) -> dict[str, Any]:
     """Return the content of ``model.json`` of a folder."""
     path = Path(folder) / DESCRIPTION

@@ -43,15 +43,15 @@ class Program:
     @functools.cached_property
     def exported(self) -> ExportedProgram:
         """The graph with visdet's operators, for runtimes that load their library."""
-        return self._traced(self.module)
+        return self._traced()
 
     @functools.cached_property
     def standard(self) -> ExportedProgram:
         """The graph with torch's operators alone, for all other runtimes."""
         with standard_operators(self.module, self.custom_op):
-            return in_plain_operators(self._traced(self.module))
+            return in_plain_operators(self._traced())
 
-    def _traced(self, module: nn.Module) -> ExportedProgram:
+    def _traced(self) -> ExportedProgram:
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
         shapes = []
         for name in self.inputs:
@@ -59,7 +59,7 @@ class Program:
             shapes.append({axis: sizes[size] for axis, size in axes.items()})
         with torch.no_grad(), _pooling_of_any_size():
             return torch.export.export(
-                module, tuple(self.inputs.values()), dynamic_shapes=(tuple(shapes),), strict=False
+                self.module, tuple(self.inputs.values()), dynamic_shapes=(tuple(shapes),), strict=False
             )
 
 

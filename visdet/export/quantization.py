@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from .package import arrays_of
+
 _OF_FEATURES = re.compile(r"\.(img_)?(backbone|neck)'")  # among the modules that a node comes from
 
 
@@ -33,7 +35,7 @@ def quantize(path: Path, inputs: Iterable[dict[str, Tensor]]) -> None:
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             given = next(self.remaining, None)
-            return None if given is None else {name: given[name].cpu().numpy() for name in names}
+            return None if given is None else arrays_of(given, names)
 
     quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)
     quantize_static(path, path, Reader(), per_channel=True, nodes_to_quantize=convolutions)

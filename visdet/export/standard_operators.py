@@ -32,10 +32,10 @@ def standard_operators(model: nn.Module, custom_op: str | None = None) -> Iterat
 
     ``custom_op``: the runtime for which some operators become nodes of :mod:`.custom_operators`, or None.
     """
-    sizes: list[tuple[int, int]] = []
+    sizes: list[Any] = []
 
     def note(_: nn.Module, __: Any, maps: Sequence[Tensor]) -> None:
-        sizes[:] = [(level.shape[-2], level.shape[-1]) for level in maps]
+        sizes[:] = [tuple(level.shape[-2:]) for level in maps]
 
     necks = [part for name, part in model.named_modules() if name.rpartition(".")[2] in ("neck", "img_neck")]
     hooks = [neck.register_forward_hook(note) for neck in necks]

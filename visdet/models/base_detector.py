@@ -45,6 +45,11 @@ def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) ->
     return sizes
 
 
+def scale_factors(data_samples: Sequence[DetDataSample]) -> list[tuple[float, float]]:
+    """Return the factors by which the (width, height) of each image was multiplied, 1 if its sample does not say."""
+    return [tuple(sample.metainfo.get("scale_factor", (1.0, 1.0))[:2]) for sample in data_samples]
+
+
 class BaseDetector(BaseModel, ABC):
     """The base class of all detectors, which mmengine's Runner can train, validate and test.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visdet.checks.arguments import AtLeast0
 from visdet.registry import TASK_UTILS
-from visdet.structures.rotated_boxes import periodic, regularized, turned
+from visdet.structures.rotated_boxes import parts_of, periodic, regularized, turned
 
 from .boxes import cxcywh_to_xyxy, diagonals, xyxy_to_cxcywh
 
@@ -122,7 +122,7 @@ class RotatedBoxCoder(UprightBoxCoder):
 
     def divided(self, boxes_px: Tensor, scale: Tensor) -> Tensor:
         """Return boxes that have the lengths and the direction of the sides w of the divided boxes."""
-        center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
+        center, sides, angle = parts_of(boxes_px)
         scale = scale[..., :2]
         cos = angle.cos()
         sin = angle.sin()
@@ -147,8 +147,8 @@ class RotatedBoxCoder(UprightBoxCoder):
 
     def jittered(self, boxes_px: Tensor, shift: Tensor, image_whwh: Tensor) -> Tensor:
         """Return boxes whose sides are moved in the direction in which each box is turned."""
-        center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
-        low, high, turn = shift.split((2, 2, 1), dim=-1)
+        center, sides, angle = parts_of(boxes_px)
+        low, high, turn = parts_of(shift)
         center = center + turned(0.5 * (low + high) * sides, angle)
         angle = angle + turn * (2 * self.angle_noise)
         return self.to_unit(torch.cat((center, sides * (1 + high - low), angle), dim=-1), image_whwh)

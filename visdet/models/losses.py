@@ -11,13 +11,20 @@ from torch import Tensor, nn
 from visdet.checks.arguments import AtLeast0, Range, also_takes, checked_value
 from visdet.ops import diff_iou_rotated_2d, sigmoid_focal_loss
 from visdet.registry import MODELS
-from visdet.structures.rotated_boxes import periodic, turned
+from visdet.structures.rotated_boxes import parts_of, periodic, turned
 
 from .boxes import area_of, elementwise_overlaps
 from .layers.precision import at_least_float32
 from .transfer import constants_on
 
 Reduction = Literal["none", "mean", "sum"]
+
+
+def weight_of_rows(weight: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Return a weight [n, D], by default 1, that is 0 in rows for which ``mask`` [n] is False. With None all count."""
+    if mask is None:
+        return weight
+    return torch.where(mask[:, None], 1.0 if weight is None else weight, 0.0)
 
 
 class ReducedLoss(nn.Module):
@@ -164,7 +171,7 @@ class RotatedL1Loss(RotatedLoss):
         """Return the six differences [..., 6] of boxes pred and target, which broadcast to [..., 5]."""
         differences = self._differences(pred, target)
         if self.swaps_sides:
-            center, sides, angle = target.split((2, 2, 1), dim=-1)
+            center, sides, angle = parts_of(target)
             swapped = torch.cat((center, sides.flip(-1), angle + math.pi / 2), dim=-1)
             others = self._differences(pred, swapped)
             is_nearer = others.sum(-1, True) < differences.sum(-1, True)
@@ -213,8 +220,8 @@ class GDLoss(RotatedLoss):
         """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
         # All is in the frame of the prediction and in units of its sides, so that no number is the difference of large
         # ones.
-        center, sides, angle = pred.split((2, 2, 1), dim=-1)
-        true_center, true_sides, true_angle = target.split((2, 2, 1), dim=-1)
+        center, sides, angle = parts_of(pred)
+        true_center, true_sides, true_angle = parts_of(target)
         shift = turned(true_center - center, -angle)
         turn = true_angle - angle
         sides, true_sides = (lengths.clamp(min=_LEAST_SIDE) for lengths in (sides, true_sides))

@@ -3,9 +3,14 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visdet.execution.capture import keeps_tables
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device on which the parameters of a module are."""
+    return next(module.parameters()).device
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,6 +16,11 @@ ANGLE_VERSIONS = {
 }
 
 
+def parts_of(boxes: Tensor) -> tuple[Tensor, ...]:  # [..., 5]
+    """Return the centres (x, y) [..., 2], the sides (w, h) [..., 2] and the angles [..., 1] of turned boxes."""
+    return boxes.split((2, 2, 1), -1)
+
+
 def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
     """Return the corners [..., 4, 2] (x, y) of turned boxes, in the order in which an upright box has them.
 
@@ -27,7 +32,7 @@ def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
             side w is in radians, and turns clockwise in an image, whose y axis points down, as
             ``visdet.ops.box_iou_rotated`` takes it.
     """
-    center, sides, angle = boxes.unsqueeze(-2).split((2, 2, 1), -1)
+    center, sides, angle = parts_of(boxes.unsqueeze(-2))
     corners = boxes.new_tensor([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]])
     return center + turned(sides * corners, angle)
 

@@ -7,9 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from visdet.models.transfer import device_of
+
 from ..program import MAX_BATCH, Program
 
 Tensors = dict[str, Tensor]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator on the CPU with a seed."""
+    return torch.Generator().manual_seed(seed)
 
 
 class Family(nn.Module, ABC):
@@ -36,7 +43,7 @@ class Family(nn.Module, ABC):
         self.model = model.eval().requires_grad_(False)
         self.shape = shape
         self.batch = batch
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
 
     @torch.no_grad()
     def run(self, inputs: Tensors) -> Tensors:
@@ -55,6 +62,10 @@ class Family(nn.Module, ABC):
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Return the names of the axes that may change, for each input."""
         return {} if self.batch else {name: {0: "batch"} for name in self.input_names}
+
+    def state_after(self, outputs: Tensors) -> Tensors:
+        """Return the inputs of the next call that outputs of this one are."""
+        return {name: outputs[output] for name, output in self.states.items()}
 
     @abstractmethod
     def cases(self) -> Iterator[list[Tensors]]:

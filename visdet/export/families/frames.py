@@ -19,7 +19,7 @@ from visdet.models.sparsedrive.sparse4d_head import Sparse4DState
 from visdet.models.sparsedrive.temporal.frame_clock import DeviceStep, FrameClock, FrameStep, counted_step
 
 from ..errors import ExportError
-from .family import Family, Tensors
+from .family import Family, Tensors, seeded
 
 _INPUTS = ("images", "projection_mat", "image_wh")
 _STEP = ("previous_to_current", "seconds", "same_scene")
@@ -132,7 +132,7 @@ class Frames(Family):
     @torch.no_grad()
     def _example_of_state(self, num_frames: int) -> tuple[Any, Any]:
         """Return the state after so many frames and one more, and the results of the last one."""
-        given = self._frame(2, torch.Generator().manual_seed(0))
+        given = self._frame(2, seeded())
         step = FrameStep((0.5,) * 2, torch.eye(4, dtype=torch.float64).repeat(2, 1, 1), (True,) * 2)
         state = None
         for _ in range(num_frames + 1):
@@ -140,7 +140,9 @@ class Frames(Family):
             results, state = self.model.detections(DrivingBatch.of(given["images"], given, entered))
         maps = self.model.image_features(given["images"])
         # In the graph, the sizes of the levels are numbers, which cannot be read from a tensor there.
-        self.tables = [table.cpu().numpy() for table in maps[1:]] if self.model.use_deformable_func else None
+        self.tables = (
+            [table.numpy(force=True) for table in maps[1:]] if self.model.use_deformable_func else None
+        )
         return _kept(state), results
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -193,7 +195,7 @@ class Frames(Family):
 
     def cases(self) -> Iterator[list[Tensors]]:
         """Yield drives with irregular times, in which a frame is dropped and one sample comes into a new scene."""
-        generator = torch.Generator().manual_seed(1)
+        generator = seeded(1)
         for batch in (self.batch or 2, self.batch or 1):
             calls = []
             for index, seconds in enumerate((0.0, 0.5, 0.1, 2.5, 0.7)):
@@ -234,6 +236,6 @@ class Frames(Family):
         return {name: given[name].to(self.device) for name in self.input_names}
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
-        self.state = {name: outputs[output] for name, output in self.states.items()}
+        self.state = self.state_after(outputs)
         results = _filled(self.selected, [outputs[name] for name in _named(self.selected, "results")])
         return self.model.with_detections((results, None), data_samples)

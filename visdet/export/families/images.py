@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from visdet.execution.tensor_tree import map_tensors
-from visdet.models.base_detector import image_sizes
+from visdet.models.base_detector import image_sizes, scale_factors
 from visdet.models.deformable_detr.base import PredictionBatch
 
 from ..errors import ExportError
 from ..precision import is_in_bfloat16
-from .family import Family, Tensors
+from .family import Family, Tensors, seeded
 
 BOXES = "(x1, y1, x2, y2), or rotated (cx, cy, w, h, angle) with clockwise radians"
 _SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
@@ -70,7 +70,7 @@ class Images(Family):
         return axes if self.shape else axes | {"images": {**axes.get("images", {}), 2: "height", 3: "width"}}
 
     def cases(self) -> Iterator[list[Tensors]]:
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         shapes = [self.shape] * 3 if self.shape else [(128, 160), (160, 131), (96, 224)]
         for batch, (height, width) in zip((2, 1, 3), shapes, strict=True):
             batch = self.batch or batch
@@ -97,7 +97,6 @@ class Images(Family):
         return {"images": images, "image_sizes": sizes}
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
-        factors = [sample.metainfo.get("scale_factor", (1.0, 1.0))[:2] for sample in data_samples]
-        scale = outputs["bboxes"].new_tensor(factors).repeat(1, 2).unsqueeze(1)
+        scale = outputs["bboxes"].new_tensor(scale_factors(data_samples)).repeat(1, 2).unsqueeze(1)
         boxes = self.model.box_coder.divided(outputs["bboxes"], scale)
         return self.model.with_detections({**outputs, "bboxes": boxes}, data_samples)

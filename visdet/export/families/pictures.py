@@ -12,7 +12,7 @@ from visdet.engine.inference.sample_images import rgb_of_file
 from visdet.registry import TRANSFORMS
 
 from ..errors import ExportError
-from .family import Family, Tensors
+from .family import Family, Tensors, seeded
 from .images import BOXES, Images
 
 _SIDES = (2, 16384)  # pixels of a picture
@@ -57,7 +57,7 @@ class Steps:
 
     def canvas(self) -> tuple[int, int]:
         """Return the (height, width) that holds every resized picture."""
-        if self.resize is None or not self.limits_sizes():
+        if not self.limits_sizes():
             raise ExportError(
                 f"the pipeline does not limit the size of pictures. Give it, --shape H W. {_WITHOUT}"
             )
@@ -144,7 +144,7 @@ class Pictures(Family):
         return {"picture": {0: "picture_height", 1: "picture_width"}}
 
     def cases(self) -> Iterator[list[Tensors]]:
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         for height, width in ((97, 131), (240, 180), (64, 300)):
             picture = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
             yield [{"picture": picture.to(self.device)}]

@@ -12,7 +12,7 @@ from visdet.files.writing import written_whole
 
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
-from ..package import Package
+from ..package import Package, arrays_of
 from ..precision import is_in_bfloat16
 from ..program import Program
 from ..quantization import quantize
@@ -70,7 +70,6 @@ def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]
     read = {given.name for given in session.get_inputs()}
 
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
-        given = {name: value.cpu().numpy() for name, value in inputs.items() if name in read}
-        return map(torch.from_numpy, session.run(None, given))
+        return map(torch.from_numpy, session.run(None, arrays_of(inputs, read)))
 
     return package.function([output.name for output in session.get_outputs()], call)

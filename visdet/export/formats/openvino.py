@@ -9,7 +9,7 @@ from torch import Tensor
 from visdet.files.writing import written_whole
 
 from ..openvino_extension import EXTENSION, build_extension
-from ..package import Package
+from ..package import Package, arrays_of
 from ..program import Program
 from . import FORMATS, onnx
 
@@ -57,7 +57,7 @@ def _loaded(folder: str | Path, options: dict[str, str]) -> Callable[[dict[str, 
     ]
 
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
-        found = compiled({name: value.cpu().numpy() for name, value in inputs.items() if name in read})
+        found = compiled(arrays_of(inputs, inputs.keys() & read))
         return [torch.from_numpy(found[name]) for name in names]
 
     return package.function(names, call)

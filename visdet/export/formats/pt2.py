@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from visdet.files.writing import write_atomically
+from visdet.models.transfer import device_of
 
 from ..package import Package
 from ..program import Program
@@ -29,7 +30,7 @@ def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]
     package = Package.open(folder, "model.pt2")
     extra = {_OUTPUTS: ""}
     module = torch.export.load(package.folder / "model.pt2", extra_files=extra).module()
-    device = next(module.parameters()).device
+    device = device_of(module)
 
     @torch.no_grad()
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:

@@ -16,7 +16,7 @@ from visdet.execution.staged_detector import StagedDetector
 from visdet.registry import MODELS, TASK_UTILS, built
 from visdet.structures import DetDataSample
 
-from ..base_detector import BaseDetector, image_sizes
+from ..base_detector import BaseDetector, image_sizes, scale_factors
 from ..box_coders import UprightBoxCoder
 from ..layers.as_if_unpadded import Padding, takes_padding
 from ..layers.normalization import LayerNorm
@@ -236,7 +236,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         original image. If there is none, they stay in pixels of the network's input.
         """
         sizes = image_sizes(inputs, data_samples)
-        factors = [tuple(sample.metainfo.get("scale_factor", (1.0, 1.0))[:2]) for sample in data_samples]
+        factors = scale_factors(data_samples)
         limits = [[width, height] for height, width in sizes]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
@@ -309,7 +309,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
             batch: the batch of a training step, whose ground truth the start of the decoder may use.
             as_if_unpadded: whether each image is computed as if it were a batch of its own.
         """
-        size = (inputs.shape[-2], inputs.shape[-1])
+        size: Any = tuple(inputs.shape[-2:])
         padding = Padding(sizes, size) if as_if_unpadded and sizes is not None else None
         maps = self.extract_feat(inputs, padding)
         pyramid = flatten_pyramid(maps, sizes, size, self.positional_encoding, self.level_embed, padding)

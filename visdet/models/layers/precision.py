@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 
 
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Return a context without autocast on the device of a tensor."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)`` without autocast, in the dtype of the module's weights."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return module(x.to(next(module.parameters()).dtype))
 
 

@@ -52,7 +52,7 @@ def solve_padded(costs: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     # scipy.optimize is slow to import, and it is not needed before the first matching.
     from scipy import optimize
 
-    on_host = costs.cpu().numpy()
+    on_host = costs.numpy(force=True)
     lengths = torch.as_tensor(counts).tolist()
     *problems, num_padded, num_predictions = on_host.shape
     targets = np.full((*problems, num_predictions), num_padded, dtype=np.int64)

@@ -48,7 +48,7 @@ class PaddedInstances(Counted):
             device: the device of the result.
         """
         return cls(
-            labels=padded_rows([row.long() for row in labels], device),
+            labels=padded_rows([row.to("cpu", torch.int64) for row in labels], device),
             values=padded_rows(values, device),
             weights=padded_rows(weights, device),
             counts=[len(row) for row in labels],

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
+from ..layers.precision import without_autocast
+
 _MAX_LOG_DEPTH = 20.0  # keeps a diverging depth and its gradient finite
 
 
@@ -53,7 +55,7 @@ class DenseDepthNet(BaseModule):
         """
         depths = []
         layer: Any
-        with torch.autocast(feature_maps[0].device.type, enabled=False):
+        with without_autocast(feature_maps[0]):
             for layer, feature in zip(self.depth_layers, feature_maps, strict=False):
                 log_depth = layer(feature.flatten(0, 1).to(layer.weight.dtype))
                 depth = log_depth.clamp(max=_MAX_LOG_DEPTH).exp()

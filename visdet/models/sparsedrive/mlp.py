@@ -12,6 +12,7 @@ from visdet.ops.fused import dropout_add_layer_norm
 
 from ..layers.normalization import ReLULayerNorm
 from ..layers.plain import is_plain
+from ..layers.precision import without_autocast
 
 
 class Scale(nn.Module):
@@ -110,7 +111,7 @@ class SideBySide(nn.Module):
 
     def forward(self, perceptrons: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the results [..., width of p] of each perceptron p for its part [..., inputs of p]."""
-        with torch.autocast(parts[0].device.type, enabled=False):
+        with without_autocast(parts[0]):
             flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), self.none[:1]])
             selected = flat.index_select(0, self.places).split([shape.numel() for shape in self.shapes])
             tensors = iter([part.view(shape) for part, shape in zip(selected, self.shapes, strict=True)])

@@ -1,6 +1,5 @@
 """The losses of Sparse4D's head."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 
+from ..layers.precision import without_autocast
 from ..transfer import constants_on
 from .base_target import Assignment, PaddedInstances, PairCosts
 
@@ -62,7 +62,7 @@ class Sparse4DLoss:
 
     def pair_costs(self, model_outs: dict[str, Any], truth: PaddedInstances) -> PairCosts:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
-        with torch.autocast(truth.labels.device.type, enabled=False):
+        with without_autocast(truth.labels):
             cls, reg = _stacked(model_outs, first=0 if self.learns else -1)
             pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
             valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs)]
@@ -82,7 +82,7 @@ class Sparse4DLoss:
         """
         if not self.learns:
             return {}
-        with torch.autocast(truth.labels.device.type, enabled=False):
+        with without_autocast(truth.labels):
             cls, reg = _stacked(model_outs)
             reg = reg[..., : len(self.reg_weights)]
             background = cls.shape[-1]
@@ -110,7 +110,7 @@ class Sparse4DLoss:
         self,
         cls: Tensor,
         reg: Tensor,
-        quality: Sequence[Any],
+        quality: list[Any],
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
         num_positive: Tensor,
     ) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class Sparse4DLoss:
         """
         cls = cls.flatten(0, 2)
         reg = reg.flatten(0, 2)
-        known = None if quality[0] is None else torch.stack([qt.float() for qt in quality]).flatten(0, 2)
+        known = None if quality[0] is None else torch.stack(quality).float().flatten(0, 2)
         cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
         labels = torch.where(is_matched, cls_target, background)
@@ -201,4 +201,4 @@ class Sparse4DLoss:
 def _stacked(model_outs: dict[str, Any], first: int = 0, prefix: str = "") -> tuple[Tensor, Tensor]:
     """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers from ``first`` on in float32."""
     cls, reg = (model_outs[f"{prefix}{name}"][first:] for name in ("classification", "prediction"))
-    return torch.stack([x.float() for x in cls]), torch.stack([x.float() for x in reg])
+    return torch.stack(cls).float(), torch.stack(reg).float()

@@ -14,6 +14,7 @@ from visdet.registry import MODELS, built
 from visdet.structures import DrivingDataSample
 
 from ..base_detector import BaseDetector
+from ..transfer import device_of
 from .base_target import Assignment, PairCosts, assigned_instances
 from .boxes.box3d_decoder import results_of
 from .grid_mask import GridMask
@@ -115,7 +116,7 @@ class SparseDrive(TemporalDetector, BaseDetector):
 
     def state_of_plain(self, plain: Any) -> TemporalState | None:
         """Return the state that ``plain_state`` was given, on the device of the model."""
-        return from_plain_values(_with_one_clock(plain), next(self.parameters()).device)
+        return from_plain_values(_with_one_clock(plain), device_of(self))
 
     def step(
         self,

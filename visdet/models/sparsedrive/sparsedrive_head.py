@@ -10,6 +10,7 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..transfer import device_of
 from .base_target import Assignment, PairCosts
 from .boxes.box3d_target import DenoisingQueries
 from .heads_of_tasks import HeadOfTasks, side_by_side
@@ -167,7 +168,7 @@ class SparseDriveHead(HeadOfTasks):
         """Return the instances of each task, and for ``motion`` the future steps [B, N, T, 2] and their masks."""
         truth = super().ground_truth(data)
         if self.with_motion_plan:
-            device = next(self.parameters()).device
+            device = device_of(self)
             truth["motion"] = self.motion_plan_head.criterion.ground_truth(data, device)
         return truth
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
+from ...losses import weight_of_rows
 from .box3d import CNS, SIN_YAW, VX, YNS, W, X
 
 _HEADING = slice(SIN_YAW, VX)  # (sin, cos) of the yaw
@@ -69,8 +70,7 @@ class SparseBox3DLoss(nn.Module):
         box = at_least_float32(box)
         if self.cls_allow_reverse is not None and cls_target is not None:
             box_target = self.reversed_target(box, box_target, cls_target)
-        if mask is not None:
-            weight = torch.where(mask[:, None], 1.0 if weight is None else weight, 0.0)
+        weight = weight_of_rows(weight, mask)
         reduction = {"avg_factor": avg_factor, "reduction_override": reduction_override}
         losses = {f"{prefix}loss_box{suffix}": self.loss_box(box, box_target, weight=weight, **reduction)}
         if quality is None:

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
-from ...losses import ReducedLoss, Reduction
+from ...losses import ReducedLoss, Reduction, weight_of_rows
 from .lines import normalize_line
 
 
@@ -80,8 +79,7 @@ class SparseLineLoss(nn.Module):
             reduction_override: replaces the reduction. With 'none' the loss is elements [n, 2 · num_sample].
         """
         line = at_least_float32(line)
-        if mask is not None:
-            weight = torch.where(mask[:, None], 1.0 if weight is None else weight, 0.0)
+        weight = weight_of_rows(weight, mask)
         loss = self.loss_line(
             normalize_line(line, self.num_sample, self.roi_size),
             normalize_line(line_target, self.num_sample, self.roi_size),

@@ -65,7 +65,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         """
         lines = [(line.flatten(2) if line.dim() == 4 else line).cpu().float() for line in box_target]
         weights = [line.new_ones(len(line), line.shape[-1]) for line in lines]
-        return PaddedInstances.of([label.cpu() for label in cls_target], lines, weights, device)
+        return PaddedInstances.of(cls_target, lines, weights, device)
 
     @torch.no_grad()
     def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layers.precision import without_autocast
 from ..base_target import Assignment, padded_rows
 from ..sample_batch import field_of
 from .motion_target import best_modes
@@ -51,7 +52,7 @@ class MotionPlanningLoss:
             data: ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` and ``ego_status`` of the batch.
             truth: the result of ``ground_truth``. matched: the boxes that detection has matched in each of its layers.
         """
-        with torch.autocast(motion["prediction"][0].device.type, enabled=False):
+        with without_autocast(motion["prediction"][0]):
             return self._motion_losses(motion, truth, matched) | self._planning_losses(planning, data)
 
     def _motion_losses(
