@@ -88,6 +88,7 @@ class Frames(Family):
     between the previous frame and this one, and the state. The outputs are the results by task, and the next state.
     """
 
+    shape: tuple[int, int]
     about: ClassVar[dict[str, str]] = {
         "images": "float32 [B, V, 3, H, W]: normalised, one image for each camera",
         "projection_mat": "float32 [B, V, 4, 4]: from the lidar frame to the pixels of each image",
@@ -171,7 +172,6 @@ class Frames(Family):
 
     def _frame(self, batch: int, generator: torch.Generator) -> Tensors:
         """Return the cameras of a frame, which form a ring, with random images."""
-        assert self.shape is not None
         height, width = self.shape
         yaw = torch.arange(self.cameras) * (2 * math.pi / self.cameras)
         cos = yaw.cos()

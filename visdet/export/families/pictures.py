@@ -73,6 +73,7 @@ class Pictures(Family):
         model: the detector. shape: the (height, width) that a resized picture must fit into. steps: those before it.
     """
 
+    shape: tuple[int, int]
     input_names = ("picture",)
     output_names = Images.output_names
     rows = Images.rows
@@ -101,7 +102,6 @@ class Pictures(Family):
 
     def _resized(self, sides: Tensor) -> Tensor:
         """Return the (height, width) of a resized picture of the size ``sides``, int64 [2]."""
-        assert self.shape is not None
         rows, columns = sides.unbind()
         limits = [(1, torch.ones_like(rows))]
         resize = self.steps.resize
@@ -124,7 +124,6 @@ class Pictures(Family):
 
     def _image(self, picture: Tensor, sides: Tensor, size: Tensor) -> Tensor:
         """Return the picture resized, normalised and padded, [1, 3, H, W]."""
-        assert self.shape is not None
         pixels = picture.permute(2, 0, 1).unsqueeze(0).float()
         if self.steps.reverses_channels:
             pixels = pixels.flip(1)

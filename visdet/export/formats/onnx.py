@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def write(program: Program, folder: Path) -> None:
     import onnx
 
     with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
-        graph = torch.onnx.export(
+        graph: Any = torch.onnx.export(
             program.standard,
             input_names=list(program.inputs),
             output_names=program.outputs,
@@ -34,7 +35,6 @@ def write(program: Program, folder: Path) -> None:
             dynamo=True,
             verbose=False,
         )
-    assert graph is not None
     with written_whole(folder / "model.onnx") as path:
         graph.save(path, external_data=False)
         if program.calibration is not None:

@@ -283,8 +283,9 @@ class ResNet(Backbone):
             blocks = self._stage(
                 channels_in, base_channels * 2**stage, num_blocks[stage], strides[stage], dilations[stage]
             )
-            self.stage_names.append(f"layer{stage + 1}")
-            self.add_module(self.stage_names[-1], blocks)
+            name = f"layer{stage + 1}"
+            self.stage_names.append(name)
+            self.add_module(name, blocks)
         self.freeze()
 
     def _stage(
@@ -312,7 +313,8 @@ class ResNet(Backbone):
         if self.zero_init_residual:
             for block in self.modules():
                 if isinstance(block, ResidualBlock):
-                    nn.init.zeros_(block.main_layers[-1][1].get_parameter("weight"))
+                    _, norm = block.main_layers[-1]
+                    nn.init.zeros_(norm.get_parameter("weight"))
         self.load_pretrained()
 
     @property

@@ -134,9 +134,8 @@ class DeformableDETRHead(BaseModule):
             [relu_perceptron(embed_dims, num_reg_fcs, box_dim) for _ in range(distinct)] * repeats
         )
         # The layers of which each row belongs to a class. That of proposals without classes only tells objects apart.
-        num_with_classes = num_pred_layer - int(
-            as_two_stage and not share_pred_layer and not self.proposals_have_classes
-        )
+        tells_apart = as_two_stage and not share_pred_layer and not self.proposals_have_classes
+        num_with_classes = num_pred_layer - tells_apart
         self.class_rows = {"classes": [f"cls_branches.{layer}" for layer in range(num_with_classes)]}
 
     def init_weights(self) -> None:
@@ -144,15 +143,16 @@ class DeformableDETRHead(BaseModule):
 
         Reference points get boxes whose sides are sigmoid(-2) of the image.
         """
+        classify: Any
+        branches: Any = self.reg_branches
         for classify in self.cls_branches:
-            bias = classify.get_parameter("bias")
-            nn.init.constant_(bias, bias_init_with_prob(_PRIOR_PROBABILITY))
-        last_layers = [[*branch.children()][-1] for branch in self.reg_branches]
+            nn.init.constant_(classify.bias, bias_init_with_prob(_PRIOR_PROBABILITY))
+        last_layers = [branch[-1] for branch in branches]
         for layer in last_layers:
-            nn.init.zeros_(layer.get_parameter("weight"))
-            nn.init.zeros_(layer.get_parameter("bias"))
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
         if not self.as_two_stage:
-            nn.init.constant_(last_layers[0].get_parameter("bias")[2:4], -2.0)
+            nn.init.constant_(last_layers[0].bias[2:4], -2.0)
         self.is_init = True
 
     def forward(self, hidden_states: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

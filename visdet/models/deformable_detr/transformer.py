@@ -112,7 +112,8 @@ class DeformableDetrTransformerEncoder(LayerStack):
     ) -> None:
         super().__init__(DeformableDetrTransformerEncoderLayer, num_layers, layer_cfg, init_cfg)
         self.num_cp = num_cp
-        self.num_levels: Any = self.layers[0].get_submodule("self_attn").num_levels
+        first: Any = self.layers[0]
+        self.num_levels = first.self_attn.num_levels
 
     def forward(self, pyramid: FlatPyramid) -> Tensor:
         """Return the memory [B, S, C], the features of the last layer."""
@@ -205,7 +206,8 @@ class DeformableDetrTransformerDecoder(LayerStack):
     ) -> None:
         super().__init__(DeformableDetrTransformerDecoderLayer, num_layers, layer_cfg, init_cfg)
         self.box_coder = box_coder or UprightBoxCoder()
-        self.num_levels: Any = self.layers[0].get_submodule("cross_attn").num_levels
+        first: Any = self.layers[0]
+        self.num_levels = first.cross_attn.num_levels
 
     def forward(
         self,

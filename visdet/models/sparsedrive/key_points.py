@@ -1,6 +1,7 @@
 """The 3-D key points at which an anchor samples features, and the motion of anchors from one frame to another."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,10 +132,10 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
         instance_feature: Tensor,  # [B, N, C]
     ) -> Tensor:
         """Return key points [B, N, num_pts, 3] in metres. ``num_learnable_pts`` must be at least 1 for it."""
-        assert self.learnable_fc is not None
+        fc: Any = self.learnable_fc
         anchor = at_least_float32(anchor)
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
-        offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
+        offset = in_full_precision(fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
         z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
         return torch.cat([ground, z], -1).flatten(2, 4)

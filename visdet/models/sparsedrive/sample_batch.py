@@ -103,6 +103,12 @@ def probabilities_of(output: dict[str, Any]) -> Tensor:
     return last_of(output, "classification").sigmoid()
 
 
+def index_of_command(data: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the index [B], [B] of each sample's command among plans [B, 3, ...]; see ``field_of``."""
+    command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
+    return torch.arange(command.shape[0], device=command.device), command
+
+
 def field_of(data: dict[str, Any], name: str) -> Any:
     """Return a field of a batch that the planner needs.
 

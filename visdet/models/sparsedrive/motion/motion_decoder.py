@@ -14,7 +14,7 @@ from visdet.structures.rotated_boxes import turned
 
 from ..boxes.box3d import L, W, decode_box, yaw_of
 from ..boxes.box3d_decoder import SparseBox3DDecoder
-from ..sample_batch import field_of, last_of, probabilities_of
+from ..sample_batch import index_of_command, last_of, probabilities_of
 from .motion_target import steps_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
@@ -123,14 +123,13 @@ class HierarchicalPlanningDecoder:
         scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
         plans = last_of(planning_output, "prediction")
         plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
-        batch = torch.arange(B, device=scores.device)
-        command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
-        chosen = scores[batch, command]
-        plan = plans[batch, command]
+        given = index_of_command(data)
+        chosen = scores[given]
+        plan = plans[given]
         if self.use_rescore:
             chosen = chosen + _COLLISION * self._collides(plan, det_output, motion_output)
-        scores[batch, command] = chosen
-        final = plan[batch, chosen.argmax(-1)]
+        scores[given] = chosen
+        final = plan[given[0], chosen.argmax(-1)]
         queue = decode_box(torch.stack(planning_output["anchor_queue"], 2))
         return {
             "planning_score": scores.sigmoid(),

@@ -8,7 +8,7 @@ from torch import Tensor
 from visdet.registry import TASK_UTILS
 
 from ...rows import rows_or_zeros
-from ..sample_batch import field_of
+from ..sample_batch import index_of_command
 
 
 def steps_of(mode: Tensor, steps: Tensor) -> Tensor:
@@ -87,9 +87,8 @@ class PlanningTarget:
         M = self.ego_fut_mode
         target = gt_reg_target.unsqueeze(1).to(reg_pred.dtype)
         mask = gt_reg_mask.unsqueeze(1).to(reg_pred.dtype)
-        batch = torch.arange(B, device=reg_pred.device)
-        command = field_of(data, "gt_ego_fut_cmd").argmax(-1)
-        cls = cls_pred.reshape(B, 3, 1, M)[batch, command]
-        reg = reg_pred.reshape(B, 3, 1, M, self.ego_fut_ts, 2)[batch, command]
+        given = index_of_command(data)
+        cls = cls_pred.reshape(B, 3, 1, M)[given]
+        reg = reg_pred.reshape(B, 3, 1, M, self.ego_fut_ts, 2)[given]
         mode, best = best_modes(reg, target, mask)
         return cls, mode, mask.any(-1), best, target, mask
