@@ -199,9 +199,13 @@ def _choices(annotation: Any) -> OneOf | None:
 
 
 def _copy(entry: str, name: str, target: Tensor, values: Tensor) -> None:
-    if target.shape != values.shape:
-        raise ValueError(f"{entry}: {name} must be {list(values.shape)}, got {list(target.shape)}")
+    _check_shape(entry, name, target, values)
     target.copy_(values)
+
+
+def _check_shape(entry: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.shape != like.shape:
+        raise ValueError(f"{entry}: {name} must be {list(like.shape)}, got {list(tensor.shape)}")
 
 
 def gradients_of(
@@ -219,7 +223,6 @@ def gradients_of(
         grad_outputs = grad_outputs or [torch.ones_like(results[0])]
         results = results[: len(grad_outputs)]
     for result, grad in zip(results, grad_outputs, strict=True):
-        if result.shape != grad.shape:
-            raise ValueError(f"{entry}: grad_output must be {list(result.shape)}, got {list(grad.shape)}")
+        _check_shape(entry, "grad_output", grad, result)
     grads = [grad.to(result.dtype) for result, grad in zip(results, grad_outputs, strict=True)]
     return torch.autograd.grad(results, leaves, grads, allow_unused=True, materialize_grads=True)
