@@ -177,8 +177,8 @@ class DrivingDataPreprocessor(FollowsModel):
             # This computes x * scale + shift in one pass over the images.
             scale = 1 / torch.tensor(std, dtype=torch.float64)
             shift = -torch.tensor(mean, dtype=torch.float64) * scale
-            self.register_buffer("_scale", scale.float().view(-1, 1, 1), persistent=False)
-            self.register_buffer("_shift", shift.float().view(-1, 1, 1), persistent=False)
+            for name, numbers in (("_scale", scale), ("_shift", shift)):
+                self.register_buffer(name, numbers.float().view(-1, 1, 1), persistent=False)
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return the batch on the device; see the class."""

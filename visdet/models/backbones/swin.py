@@ -36,12 +36,13 @@ class WindowAttention(nn.Module):
         window: int,
         qkv_bias: bool,
         qk_scale: float | None,
-        rates: Sequence[float],
+        attn_drop: float,
+        proj_drop: float,
     ) -> None:
         super().__init__()
         self.heads = heads
         self.scale = qk_scale
-        self.attn_drop, proj_drop = rates
+        self.attn_drop = attn_drop
         sides = 2 * window - 1
         self.relative_position_bias_table = nn.Parameter(torch.empty(sides**2, heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
@@ -264,8 +265,9 @@ class SwinTransformer(Backbone):
             ffn_cfg = {"feedforward_channels": mlp_ratio * dims, "act_cfg": act_cfg, "ffn_drop": drop_rate}
             blocks = []
             for index in range(depth):
-                rates = attn_drop_rate, drop_rate
-                attention = WindowAttention(dims, heads, window_size, qkv_bias, qk_scale, rates)
+                attention = WindowAttention(
+                    dims, heads, window_size, qkv_bias, qk_scale, attn_drop_rate, drop_rate
+                )
                 shift = window_size // 2 * (index % 2)
                 drop_path = drop_path_step * (sum(depths[:stage]) + index)
                 blocks.append(SwinBlock(dims, window_size, shift, drop_path, norm_cfg, attention, ffn_cfg))

@@ -149,10 +149,12 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
 
         If the first size of the shape is None, any size is accepted.
         """
-        anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
-        if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
-            wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]
-            raise InvalidInputError(f"MotionPlanningHead: {name} must be {wanted}, got {list(anchors.shape)}")
+        first, *rest = shape
+        anchors = self.read_anchors(name, given, (first or _NUSCENES_CLASSES, *rest))
+        count, *sizes = anchors.shape
+        if sizes != rest or first not in (None, count):
+            wanted = [first or "classes", *rest]
+            raise InvalidInputError(f"MotionPlanningHead: {name} must be {wanted}, got {[count, *sizes]}")
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
     def init_weights(self) -> None:
