@@ -1,5 +1,7 @@
 """Operators as several functions of extensions need them, which differ from those of visdet (``mmcv_ext``)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +17,14 @@ FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
 
 
 # Boxes
-def nms3d(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
+def _kept(suppress: Callable[..., Tensor], boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
     """Return the indices that are kept of boxes in the order of their scores, and their number."""
-    kept = ops.nms3d(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)  # Equal scores keep their order.
+    kept = suppress(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)  # Equal scores keep their order.
     return kept, len(kept)
 
 
-def nms3d_normal(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
-    kept = ops.nms3d_normal(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)
-    return kept, len(kept)
+nms3d = partial(_kept, ops.nms3d)
+nms3d_normal = partial(_kept, ops.nms3d_normal)
 
 
 # Losses
