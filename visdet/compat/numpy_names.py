@@ -52,7 +52,6 @@ _VALUES: dict[str, Any] = {
     "str": str,
     "unicode": str,
     "long": int,
-    "issubclass_": issubclass,
     "safe_eval": ast.literal_eval,
     "math": math,
     "os": os,
@@ -74,7 +73,7 @@ _VALUES: dict[str, Any] = {
 _KEPT = {
     "_core.umath": "NINF PZERO NZERO CLIP WRAP RAISE MAY_SHARE_BOUNDS MAY_SHARE_EXACT MAXDIMS ALLOW_THREADS BUFSIZE "
     "UFUNC_BUFSIZE_DEFAULT FPE_DIVIDEBYZERO FPE_OVERFLOW FPE_UNDERFLOW FPE_INVALID",
-    "_core.numerictypes": "issctype issubsctype obj2sctype sctype2char",
+    "_core.numerictypes": "issctype issubclass_ issubsctype obj2sctype sctype2char",
     "lib._shape_base_impl": "get_array_wrap",
     "lib._npyio_impl": "recfromcsv recfromtxt",
     "lib._utils_impl": "deprecate deprecate_with_doc",
