@@ -66,10 +66,10 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
     is_loaded = {}
     for name in ("cpu", "cuda"):
         fact = info[name].get
-        isa, toolkit = fact("isa"), fact("toolkit")
+        isa, toolkit, loaded = fact("isa"), fact("toolkit"), fact("loaded")
         kernels = f", {isa} kernels" if isa else ""
-        is_loaded[name] = fact("loaded")
-        state = f"loaded{kernels}  ({fact('path')})" if fact("loaded") else f"NOT LOADED: {fact('problem')}"
+        is_loaded[name] = loaded
+        state = f"loaded{kernels}  ({fact('path')})" if loaded else f"NOT LOADED: {fact('problem')}"
         lines.append(f"  {name:5} {state}")
         if toolkit:
             native, ptx = (", ".join(fact(kind)) or "none" for kind in ("native", "ptx"))

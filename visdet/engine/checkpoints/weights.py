@@ -159,15 +159,16 @@ def load_weights(
             )
         raise CheckpointError(f"{report}.")
     loaded = total - len(missing) - len(unfit)
-    report = f"{loaded} of the {total} weights of {kind} are those of {source}"
     if 2 * loaded > total:
-        report += f". The others begin anew: {told(10)}"
-    elif fitting := config_that_fits(state_dict):
-        report += (
-            f", and the others begin anew.\nThe file fits the config {fitting}: let yours inherit that one"
-        )
+        others_begin = f". The others begin anew: {told(10)}"
     else:
-        report += ", and the others begin anew.\nIt fits no config of the package: give that of its training"
+        others_begin = (
+            ", and the others begin anew.\nIt fits no config of the package: give that of its training"
+        )
+        if fitting := config_that_fits(state_dict):
+            advice = f"The file fits the config {fitting}: let yours inherit that one"
+            others_begin = f", and the others begin anew.\n{advice}"
+    report = f"{loaded} of the {total} weights of {kind} are those of {source}{others_begin}"
     print_log(report, logger="current", level=logging.WARNING)
     if lists_all:
         print_log(f"what does not fit: {told(total + len(weights))}", logger="current")

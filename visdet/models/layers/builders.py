@@ -23,9 +23,7 @@ def build_activation_layer(act_cfg: dict[str, Any], inplace: bool = True) -> nn.
         TypeError: the layer does not accept a keyword.
     """
     options = dict(act_cfg)
-    layer_type = options.pop("type")
-    if isinstance(layer_type, str):
-        layer_type = MODELS.get(layer_type)
+    layer_type = MODELS.get(options.pop("type"))
     if "inplace" in inspect.signature(layer_type).parameters:
         options.setdefault("inplace", inplace)
     return layer_type(**options)

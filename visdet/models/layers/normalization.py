@@ -96,9 +96,7 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
         TypeError: the layer does not accept a keyword, or 'GN' has no ``num_groups``.
     """
     options = dict(norm_cfg)
-    layer_type = options.pop("type", None)
-    if isinstance(layer_type, str):
-        layer_type = MODELS.get(layer_type)
+    layer_type = MODELS.get(options.pop("type", None))
     requires_grad = options.pop("requires_grad", True)
     is_layer = isinstance(layer_type, type)
     if not is_layer or requires_grad not in (True, False):
