@@ -43,6 +43,8 @@ REASONS = {
     "_dynamo": "What torch cannot export or compile is an error of a class there.",
     "_foreach_add_": "Many tensors are added by few kernels.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
+    "_addmm_activation": "The kernel of a product computes the ReLU after it.",
+    "_foreach_lerp_": "Many averages are moved by few kernels.",
     "_foreach_zero_": "Many tensors become zero by few kernels.",
     "_meta_registrations": "Older torch takes a model of any size for one of either even or odd sizes.",
     "_new_shared": "A batch is written to shared memory at once, as torch's own collation does it.",

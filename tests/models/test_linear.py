@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from visdet.models.layers.linear import Linear
+from visdet.models.layers.linear import Linear, are_alike, each_of_its_own
 
 
 @pytest.mark.cuda
@@ -27,3 +27,38 @@ def test_many_rows_are_computed_by_the_operator(rows, by_the_operator):
     for one, other in zip(*grads, strict=True):
         assert one.dtype == other.dtype == torch.float32
         assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+def chains_of(outputs, device="cpu"):
+    return [
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, outputs)).to(
+            device=device, dtype=torch.float64
+        )
+        for _ in range(3)
+    ]
+
+
+def test_layers_side_by_side_compute_what_each_does_alone():
+    chains, x = chains_of(4), torch.randn(3, 5, 6, dtype=torch.float64)
+    assert are_alike(chains)
+    parameters = [parameter for chain in chains for parameter in chain.parameters()]
+    found, expected = (
+        each_of_its_own(chains, x),
+        torch.stack([f(row) for f, row in zip(chains, x, strict=True)]),
+    )
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, parameters, gradient),
+        torch.autograd.grad(expected, parameters, gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_layers_do_not_go_side_by_side():
+    chains = chains_of(4)
+    assert not are_alike([*chains, chains_of(5)[0]]) and not are_alike([*chains, chains[0][:2]])
+    assert not are_alike([*chains, nn.Sequential(*chains[0][:2], nn.Linear(8, 4, bias=False))])
+    chains[1][1].register_forward_hook(lambda *_: None)
+    assert not are_alike(chains)

@@ -104,6 +104,25 @@ def test_a_backward_under_autocast_is_the_same(device, dtype):
             torch.testing.assert_close(one, outside, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_relu_and_dropout_after_the_layer(device, p, dtype):
+    given = [tensor.requires_grad_() for tensor in problem((7, 30, 16), 24, device)]
+    torch.manual_seed(0)
+    output = autocast_linear(*given, dtype, p)
+    linear = under_autocast(*given, dtype)
+    kept = output != 0
+    share = float(kept.sum() / (linear > 0).sum())
+    assert (p == 0) == (share == 1) and abs(share - (1 - p)) < 0.05
+    expected = torch.where(kept, linear.relu() / (1 - p), 0)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    found, right = (torch.autograd.grad(one, given, gradient) for one in (output, expected))
+    for a, b in zip(found, right, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+
+
 def half(tensor):
     return torch.nn.Parameter(tensor.detach().bfloat16())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
-from visdet.ops.fused import dropout_add_layer_norm, in_autocast_type
+from visdet.ops.fused import dropout_add_layer_norm, give_rows, in_autocast_type, sum_in_autocast_type
 
 
 def _draw_layer_norm(draw: Draw) -> Problem:
@@ -250,6 +250,43 @@ def test_the_gradient_of_a_copy_is_added_to_that_of_the_output(dtype):
     with torch.no_grad():
         output += 1
     assert in_autocast_type(output, dtype) is output
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_sum_with_what_the_next_layer_adds(dtype, images):
+    """The gradient for a table whose rows are added is that of the sum over all rows."""
+    tensors = rows((2, 5000, 64), dtype, torch.float32, "cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    table = torch.randn(4, 64, generator=generator, device="cuda", requires_grad=True)
+    index = torch.randint(4, (5000,), generator=generator, device="cuda")
+    added = torch.randn(images, 5000, 64, generator=generator, device="cuda") + table[index]
+    with autocast(dtype):
+        alone = dropout_add_layer_norm(*tensors, next_pos=added)
+        assert sum_in_autocast_type(alone, added).dtype == torch.float32  # nothing is known of its gradient
+        give_rows(added, table, index)
+        output = dropout_add_layer_norm(*tensors, next_pos=added)
+    total = sum_in_autocast_type(output, added)
+    assert torch.equal(output, alone) and total.dtype == dtype
+    assert torch.equal(total, (output + added).to(dtype))
+    gradient = torch.randn(total.shape, generator=generator, device="cuda").to(dtype)
+    leaves = [*tensors, table]
+    found = torch.autograd.grad((output, total), leaves, (output.detach(), gradient), retain_graph=True)
+    plain = dropout_add_layer_norm_alone(*tensors, dtype)
+    expected = torch.autograd.grad(
+        (plain, plain + added), leaves, (output.detach(), gradient.float()), retain_graph=True
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
+    with torch.no_grad():
+        added += 1
+    assert sum_in_autocast_type(output, added).dtype == torch.float32
+
+
+def dropout_add_layer_norm_alone(input, residual, weight, bias, dtype):
+    with autocast(dtype):
+        return F.layer_norm(residual + input, weight.shape, weight, bias)
 
 
 REFUSED = [

@@ -73,13 +73,20 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
         self.ffn = MODELS.build({"type": FFN, **ffn_cfg})
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(2))
 
-    def forward(self, query: Tensor, reference_points: Tensor, pyramid: FlatPyramid) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        pyramid: FlatPyramid,
+        next_pos: Tensor | None = None,
+    ) -> Tensor:
         """Return the new features [B, S, C] of the pyramid's pixels.
 
         Args:
             query: [B, S, C], the features of the pixels.
             reference_points: [B or 1, S, L, 2].
             pyramid: the pyramid, of which all but the features is used.
+            next_pos: what the next layer will add to the features, or None if this is the last layer.
         """
         query = self.self_attn(
             query,
@@ -88,7 +95,8 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             norm=self.norms[0],
             **pyramid.layout,
         )
-        return self.ffn(query, norm=self.norms[1])
+        knows_next = type(self.ffn) is FFN and next_pos is not None
+        return self.ffn(query, norm=self.norms[1], **({"next_pos": next_pos} if knows_next else {}))
 
 
 @MODELS.register_module()
@@ -120,7 +128,8 @@ class DeformableDetrTransformerEncoder(LayerStack):
         memory = pyramid.features
         reference_points = pyramid.on_levels(pyramid.centers)
         for index, layer in enumerate(self.layers):
-            inputs = memory, reference_points, pyramid
+            next_pos = None if index + 1 == len(self.layers) else pyramid.positions
+            inputs = memory, reference_points, pyramid, next_pos
             recomputes = index < self.num_cp and torch.is_grad_enabled()
             memory = recomputed(layer, *inputs) if recomputes else layer(*inputs)
         return memory

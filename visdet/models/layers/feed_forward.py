@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -10,8 +9,8 @@ from visdet.checks.arguments import Range
 from visdet.registry import MODELS
 
 from .builders import build_activation_layer, build_dropout
-from .linear import Linear
-from .normalization import add_and_norm, drops
+from .linear import Linear, linear_relu_dropout
+from .normalization import add_and_norm
 from .plain import is_plain
 from .root_registration import register_in_root
 
@@ -19,13 +18,13 @@ _RELU = {"type": "ReLU"}
 
 
 class HiddenLayer(nn.Sequential):
-    """A linear layer, its activation and dropout. ReLU overwrites what dropout returns, which saves its memory."""
+    """A linear layer, its activation and dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``dropout(activation(linear(x)))``."""
         linear, activation, dropout = self
-        if is_plain(activation, nn.ReLU) and is_plain(dropout, nn.Dropout) and drops(dropout):
-            return F.relu_(F.dropout(linear(x), dropout.p))
+        if is_plain(linear, Linear) and is_plain(activation, nn.ReLU) and is_plain(dropout, nn.Dropout):
+            return linear_relu_dropout(x, linear, dropout.p if dropout.training else 0.0)
         return super().forward(x)
 
 
@@ -69,12 +68,17 @@ def feed_forward_layers(
 
 
 def feed_forward(
-    layers: nn.Sequential, x: Tensor, added: Tensor | None, dropout_layer: nn.Module, norm: nn.Module | None
+    layers: nn.Sequential,
+    x: Tensor,
+    added: Tensor | None,
+    dropout_layer: nn.Module,
+    norm: nn.Module | None,
+    next_pos: Tensor | None = None,
 ) -> Tensor:
     """Return ``norm(added + dropout_layer(layers(x)))``, where ``added`` and ``norm`` may be None.
 
     Args:
-        layers: the result of :func:`feed_forward_layers`.
+        layers: the result of :func:`feed_forward_layers`. next_pos: see ``add_and_norm``.
     """
     dropouts = [dropout_layer]
     if is_plain(layers, nn.Sequential):
@@ -85,7 +89,7 @@ def feed_forward(
     else:
         x = layers(x)
     if added is not None:
-        return add_and_norm(norm, x, added, *dropouts)
+        return add_and_norm(norm, x, added, *dropouts, next_pos=next_pos)
     for dropout in dropouts:
         x = dropout(x)
     return x if norm is None else norm(x)
@@ -129,11 +133,18 @@ class FFN(BaseModule):
         self.dropout_layer = build_dropout(dropout_layer)
         self.add_identity = add_identity
 
-    def forward(self, x: Tensor, identity: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        identity: Tensor | None = None,
+        norm: nn.Module | None = None,
+        next_pos: Tensor | None = None,
+    ) -> Tensor:
         """Return [..., embed_dims] from x [..., embed_dims].
 
         Args:
             x: the input. identity: replaces x in the sum. norm: a normalisation of the result, or None.
+            next_pos: what the next layer will add to the result, or None. It does not change the result.
         """
         added = (x if identity is None else identity) if self.add_identity else None
-        return feed_forward(self.layers, x, added, self.dropout_layer, norm)
+        return feed_forward(self.layers, x, added, self.dropout_layer, norm, next_pos)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.ops import ms_deform_attn_fused
+from visdet.ops.fused import sum_in_autocast_type
 from visdet.registry import MODELS
 from visdet.structures.rotated_boxes import turned
 
@@ -137,7 +138,7 @@ class MultiScaleDeformableAttention(BaseModule):
         value = query if value is None else value
         identity = query if identity is None else identity
         if query_pos is not None:
-            query = query + query_pos
+            query = sum_in_autocast_type(query, query_pos)
         if not self.batch_first:
             query = query.transpose(0, 1)
             value = value.transpose(0, 1)

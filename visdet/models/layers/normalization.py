@@ -40,12 +40,14 @@ class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):
 class LayerNorm(nn.LayerNorm):
     """The layer normalisation of torch, which one kernel computes together with the sum before it."""
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, p: float = 0.0) -> Tensor:
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, p: float = 0.0, next_pos: Tensor | None = None
+    ) -> Tensor:
         """Return the layer normalisation of ``residual + dropout(input, p)``; see ``dropout_add_layer_norm``."""
         if self.weight is None or self.bias is None or len(self.normalized_shape) != 1:
             dropped = F.dropout(input, p) if p > 0 else input
             return super().forward(dropped if residual is None else residual + dropped)
-        return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps)
+        return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps, next_pos=next_pos)
 
 
 class ReLULayerNorm(nn.LayerNorm):
@@ -119,19 +121,26 @@ def drops(dropout: nn.Module) -> bool:
     return not is_plain(dropout, nn.Identity)
 
 
-def add_and_norm(norm: nn.Module | None, branch: Tensor, identity: Tensor, *dropouts: nn.Module) -> Tensor:
+def add_and_norm(
+    norm: nn.Module | None,
+    branch: Tensor,
+    identity: Tensor,
+    *dropouts: nn.Module,
+    next_pos: Tensor | None = None,
+) -> Tensor:
     """Return ``norm(identity + dropouts(branch))``, where that is possible in one operator.
 
     Args:
         norm: the normalisation, or None for the sum alone.
         branch, identity: [..., C]. dropouts: layers that the branch goes through, one after another.
+        next_pos: what the next layer will add to the result, or None; see ``dropout_add_layer_norm``.
     """
     dropping = [dropout for dropout in dropouts if drops(dropout)]
     if norm is not None and is_plain(norm, LayerNorm):
         if not dropping:
-            return norm(branch, identity)
+            return norm(branch, identity, next_pos=next_pos)
         if len(dropping) == 1 and is_plain(dropping[0], nn.Dropout):
-            return norm(branch, identity, dropping[0].p)
+            return norm(branch, identity, dropping[0].p, next_pos)
     for dropout in dropping:
         branch = dropout(branch)
     total = identity + branch

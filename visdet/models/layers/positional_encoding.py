@@ -81,7 +81,7 @@ class SinePositionalEncoding(BaseModule):
         return self.encode(positions, last).permute(0, 3, 1, 2)
 
     def encode(self, positions: Tensor, last: Tensor) -> Tensor:
-        """Return the embedding [..., 2·num_feats] of pixels in float32.
+        """Return the embedding [..., 2·num_feats] of pixels in float32. The row and the column are encoded alone.
 
         Args:
             positions: [..., 2], the row and the column of each pixel, counted from 1.

@@ -5,10 +5,10 @@
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
   m.def(
       "dropout_add_layer_norm(Tensor input, Tensor? residual, Tensor weight, Tensor bias, Tensor? seed, float p,"
-      " bool relu, float eps, bool copies) -> (Tensor output, Tensor copy, Tensor statistics)");
+      " bool relu, float eps, bool copies, Tensor? added)"
+      " -> (Tensor output, Tensor copy, Tensor sum, Tensor statistics)");
   m.def(
-      "dropout_add_layer_norm_backward(Tensor grad_output, Tensor? grad_copy, Tensor input, Tensor? residual, Tensor "
-      "weight,"
-      " Tensor statistics, Tensor? seed, float p, bool relu)"
+      "dropout_add_layer_norm_backward(Tensor grad_output, Tensor? grad_copy, Tensor? grad_sum, Tensor input,"
+      " Tensor? residual, Tensor weight, Tensor statistics, Tensor? seed, float p, bool relu)"
       " -> (Tensor grad_input, Tensor grad_residual, Tensor block_sums)");
 }

@@ -11,7 +11,8 @@ from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
 from ._gpu_rows import has_kernel, packed
-from .autocast_copy import give_copy
+from .autocast_copy import can_be_added, give_copies
+from .autocast_linear import column_sums
 from .parameter_gradients import parameter_gradients
 
 __all__ = ["dropout_add_layer_norm"]
@@ -38,6 +39,7 @@ def dropout_add_layer_norm(
     p: float = 0.0,
     eps: float = 1e-5,
     relu: bool = False,
+    next_pos: Tensor | None = None,  # [B or 1, ..., C]
 ) -> Tensor:  # [..., C]
     """Return the layer normalisation of ``residual + dropout(input, p)`` over the last dimension.
 
@@ -45,7 +47,8 @@ def dropout_add_layer_norm(
     it follows from one random number, which torch's default generator draws on the device. So ``torch.manual_seed``
     governs it, and each replay of a CUDA graph draws anew. Gradients of weight and bias are summed in an order that is
     always the same. The kernels compute in float32. Under autocast, the kernel also writes a copy of many rows in
-    autocast's type (see ``autocast_copy``), whose gradient it adds to that of the output.
+    autocast's type, and the sum of ``next_pos`` and them (see ``autocast_copy``), whose gradients it adds to that of
+    the output.
 
     Args:
         input: The output of a branch, in any float type.
@@ -54,6 +57,7 @@ def dropout_add_layer_norm(
         p: The probability with which an element of ``input`` becomes zero. The others are divided by ``1 - p``.
         eps: The number that is added to the variance.
         relu: Whether ``input`` is replaced by ``relu(input)``.
+        next_pos: What the next layer will add to the output, or None. The output is the same with it.
 
     Returns:
         A tensor of the shape of ``input``, in the type that ``torch.nn.functional.layer_norm`` gives, which is float32
@@ -74,15 +78,18 @@ def dropout_add_layer_norm(
             dropped if residual is None else residual + dropped, weight.shape, weight, bias, eps
         )
     if not torch.is_grad_enabled():  # a node of the autograd graph takes longer on the host than the operator
-        return _normalise(input, residual, weight, bias, p, relu, eps, False)[0]
+        return _normalise(input, residual, weight, bias, p, relu, eps, False, None)[0]
     copies = (
         torch.is_autocast_enabled("cuda")
         and input.dtype == torch.get_autocast_dtype("cuda") != torch.float32
         and input.numel() >= _MIN_ROWS_TO_COPY * input.shape[-1]
     )
-    output, copy = _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps, copies)
+    added = next_pos if copies and can_be_added(input, next_pos) else None
+    output, copy, total = _DropoutAddLayerNorm.apply(
+        input, residual, weight, bias, p, relu, eps, copies, None if added is None else added.detach()
+    )
     if copies:
-        give_copy(output, copy)
+        give_copies(output, copy, added, total)
     return output
 
 
@@ -109,15 +116,16 @@ def _normalise(
     relu: bool,
     eps: float,
     copies: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Return the output, its copy in the type of the input if asked for, and what the backward pass needs."""
+    added: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Return the output, its copy and its sum in the type of the input if asked for, and what the backward needs."""
     input, weight, bias = packed(input), packed(weight), packed(bias)
     residual = None if residual is None else packed(residual)
     seed = torch.empty((), dtype=torch.int64, device=input.device).random_() if p > 0 else None
-    output, copy, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
-        input, residual, weight, bias, seed, p, relu, eps, copies
+    output, copy, total, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
+        input, residual, weight, bias, seed, p, relu, eps, copies, None if added is None else packed(added)
     )
-    return output, copy, (input, residual, weight, statistics, seed)
+    return output, copy, total, (input, residual, weight, statistics, seed)
 
 
 class _DropoutAddLayerNorm(torch.autograd.Function):
@@ -132,26 +140,31 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         relu: bool,
         eps: float,
         copies: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        output, copy, saved = _normalise(input, residual, weight, bias, p, relu, eps, copies)
+        added: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output, copy, total, saved = _normalise(input, residual, weight, bias, p, relu, eps, copies, added)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         ctx.parameters = weight, bias
         ctx.options = p, relu
-        return output, copy if copies else None
+        return output, copy if copies else None, None if added is None else total
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_output: Tensor | None, grad_copy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # Activation checkpointing lets a node read them only once.
-        if grad_output is None:
-            if grad_copy is None:
-                return (None,) * 8
-            grad_output, grad_copy = grad_copy.float(), None
+        given = [None if grad is None else packed(grad) for grad in grads]
+        if given[0] is None:
+            others = [grad.float() for grad in given if grad is not None]
+            if not others:
+                return (None,) * 9
+            given = [others[0] if len(others) == 1 else others[0] + others[1], None, None]
         grad_input, grad_residual, block_sums = torch.ops.visdet.dropout_add_layer_norm_backward.default(
-            packed(grad_output), None if grad_copy is None else packed(grad_copy), *saved, *ctx.options
+            *given, *saved, *ctx.options
         )
-        grad_weight, grad_bias = parameter_gradients(ctx.parameters, lambda: block_sums.sum(0).unbind())
+        grad_weight, grad_bias = parameter_gradients(
+            ctx.parameters, lambda: column_sums(block_sums.flatten(1)).chunk(2)
+        )
         has_residual = saved[1] is not None
         of_residual = grad_residual if has_residual else None
-        return grad_input, of_residual, grad_weight, grad_bias, None, None, None, None
+        return grad_input, of_residual, grad_weight, grad_bias, None, None, None, None, None

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kValues = kNormPack;
 constexpr int kThreads = 256;
+constexpr int kBackwardBlocks = 3;  // on a multiprocessor: more would not have the registers, fewer read too little
 
 struct Rows {
   int64_t count;
@@ -24,6 +25,15 @@ struct Rows {
   const float* weight;           // [C]
   bool relu;                     // whether the input goes through ReLU before it is dropped
   Dropout dropout;
+};
+
+// What a kernel writes beside its output, in the type of the input; each may be nullptr.
+template <typename T>
+struct Copies {
+  T* copy;             // of the output
+  T* sum;              // of the output and `added`
+  const float* added;  // [added_count, C], where the rows of the output are several times as many
+  int64_t added_count;
 };
 
 // Where a lane stands: its group's first row, the distance to the group's next row, and the lane within the group.
@@ -65,7 +75,7 @@ __device__ __forceinline__ void load_sum(const Rows& rows, int64_t row, int lane
 template <typename T, typename R, int PACKS>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const Rows rows, const float* __restrict__ bias, float eps, float* __restrict__ output,
-                   T* __restrict__ copy, float2* __restrict__ statistics) {
+                   const Copies<T> copies, float2* __restrict__ statistics) {
   const Position position(rows.lanes);
   if (position.row / (32 / rows.lanes) * (32 / rows.lanes) >= rows.count) return;  // no row for the whole warp
   const int64_t row = min(position.row, rows.count - 1);
@@ -101,16 +111,22 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kValues; ++i) x[p][i] = x[p][i] * scale * weight[i] + offset[i];
     store_pack(output + row * rows.C + c, x[p]);
-    if (copy != nullptr) store_pack(copy + row * rows.C + c, x[p]);
+    if (copies.copy != nullptr) store_pack(copies.copy + row * rows.C + c, x[p]);
+    if (copies.sum == nullptr) continue;
+    float added[kValues];
+    load_pack<float>(copies.added + row % copies.added_count * rows.C + c, added);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) x[p][i] += added[i];
+    store_pack(copies.sum + row * rows.C + c, x[p]);
   }
 }
 
 // Groups take rows in turns. Each block then adds up what its rows give for weight and bias, [blocks, 2, C].
 template <typename T, typename R, int PACKS>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     backward_kernel(const Rows rows, const float* __restrict__ grad_output, const T* __restrict__ grad_copy,
-                    const float2* __restrict__ statistics, T* __restrict__ grad_input, R* __restrict__ grad_residual,
-                    float* __restrict__ block_sums) {
+                    const T* __restrict__ grad_sum, const float2* __restrict__ statistics, T* __restrict__ grad_input,
+                    R* __restrict__ grad_residual, float* __restrict__ block_sums) {
   __shared__ float shared[kThreads / 32][32 * kValues];
   const Position position(rows.lanes);
   float of_weight[PACKS][kValues] = {}, of_bias[PACKS][kValues] = {}, weight[PACKS][kValues] = {};
@@ -131,14 +147,15 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
       const int c = (p * rows.lanes + position.lane) * kValues;
-      float of_copy[kValues] = {};
+      float of_copy[kValues] = {}, of_sum[kValues] = {};
       if (c < rows.C && is_row) {
         load_pack<float>(grad_output + row * rows.C + c, grad[p]);
         if (grad_copy != nullptr) load_pack<T>(grad_copy + row * rows.C + c, of_copy);
+        if (grad_sum != nullptr) load_pack<T>(grad_sum + row * rows.C + c, of_sum);
       }
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        grad[p][i] += of_copy[i];
+        grad[p][i] += of_copy[i] + of_sum[i];
         x[p][i] = (x[p][i] - stats.x) * stats.y;
         of_weight[p][i] += is_row && c < rows.C ? grad[p][i] * x[p][i] : 0.f;
         of_bias[p][i] += grad[p][i];
@@ -228,47 +245,61 @@ Rows rows_of(const Tensor& input, const std::optional<Tensor>& residual, const T
 
 int packs_of(const Rows& rows) { return static_cast<int>(ceil_div(rows.C, rows.lanes * kValues)); }
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& residual,
-                                           const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& seed,
-                                           double p, bool relu, double eps, bool copies) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& residual,
+                                                   const Tensor& weight, const Tensor& bias,
+                                                   const std::optional<Tensor>& seed, double p, bool relu, double eps,
+                                                   bool copies, const std::optional<Tensor>& added) {
   const Rows rows = rows_of(input, residual, weight, seed, p, relu);
+  const int64_t added_count = added ? added->numel() / rows.C : 0;
+  VISDET_CHECK(kOp,
+               !added || (added->is_contiguous() && added->scalar_type() == ScalarType::Float &&
+                          aligned(*added, kVectorBytes) && on_device_of(input, *added) && added_count > 0 &&
+                          added->size(-1) == rows.C && rows.count % added_count == 0),
+               "added must be contiguous float32 of rows that fit those of input several times");
   const DeviceScope scope(input);
   Tensor output = new_empty(input, input.sizes(), ScalarType::Float);
   Tensor copy = copies ? new_like(input) : new_empty(input, {0});
+  Tensor sum = added ? new_like(input) : new_empty(input, {0});
   Tensor statistics = new_empty(input, {rows.count, 2}, ScalarType::Float);
   dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({kOp, "forward_kernel", scope, ceil_div(rows.count * rows.lanes, kThreads), kThreads},
            forward_kernel<T, R, packs()>, rows, data_of<float>(bias), static_cast<float>(eps),
-           mutable_data_of<float>(output), copies ? mutable_data_of<T>(copy) : nullptr,
+           mutable_data_of<float>(output),
+           Copies<T>{copies ? mutable_data_of<T>(copy) : nullptr, added ? mutable_data_of<T>(sum) : nullptr,
+                     added ? data_of<float>(*added) : nullptr, added_count},
            mutable_data_of<float2>(statistics));
   });
-  return {output, copy, statistics};
+  return {output, copy, sum, statistics};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_copy,
-                                            const Tensor& input, const std::optional<Tensor>& residual,
-                                            const Tensor& weight, const Tensor& statistics,
-                                            const std::optional<Tensor>& seed, double p, bool relu) {
+                                            const std::optional<Tensor>& grad_sum, const Tensor& input,
+                                            const std::optional<Tensor>& residual, const Tensor& weight,
+                                            const Tensor& statistics, const std::optional<Tensor>& seed, double p,
+                                            bool relu) {
   const Rows rows = rows_of(input, residual, weight, seed, p, relu);
   VISDET_CHECK(kOp,
                grad_output.is_contiguous() && grad_output.numel() == input.numel() &&
                    grad_output.scalar_type() == ScalarType::Float && aligned(grad_output, kVectorBytes),
                "the gradient must be contiguous float32 of the shape of input");
-  VISDET_CHECK(kOp,
-               !grad_copy || (grad_copy->is_contiguous() && grad_copy->numel() == input.numel() &&
-                              grad_copy->scalar_type() == input.scalar_type() && aligned(*grad_copy, kVectorBytes)),
-               "the gradient of the copy must be contiguous and of the type and shape of input");
+  for (const std::optional<Tensor>& grad : {grad_copy, grad_sum}) {
+    VISDET_CHECK(kOp,
+                 !grad || (grad->is_contiguous() && grad->numel() == input.numel() &&
+                           grad->scalar_type() == input.scalar_type() && aligned(*grad, kVectorBytes)),
+                 "the gradient of a copy must be contiguous and of the type and shape of input");
+  }
   const DeviceScope scope(input);
   Tensor grad_input = new_like(input);
   // Without dropout and ReLU, both gradients are the same numbers.
   const bool is_one = residual && !seed && !relu && residual->scalar_type() == input.scalar_type();
   Tensor grad_residual = !residual || is_one ? grad_input : new_like(*residual);
-  const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, 4);
+  const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, kBackwardBlocks);
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
   dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({"dropout_add_layer_norm_backward", "backward_kernel", scope, blocks, kThreads},
            backward_kernel<T, R, packs()>, rows, data_of<float>(grad_output),
-           grad_copy ? data_of<T>(*grad_copy) : nullptr, data_of<float2>(statistics), mutable_data_of<T>(grad_input),
+           grad_copy ? data_of<T>(*grad_copy) : nullptr, grad_sum ? data_of<T>(*grad_sum) : nullptr,
+           data_of<float2>(statistics), mutable_data_of<T>(grad_input),
            residual && !is_one ? mutable_data_of<R>(grad_residual) : nullptr, mutable_data_of<float>(block_sums));
   });
   return {grad_input, grad_residual, block_sums};
