@@ -69,9 +69,14 @@ def test_frozen_stages_neither_learn_nor_count():
     "options", [{"depth": 50, "frozen_stages": 1}, {"with_cp": True}, {"frozen_stages": 0}]
 )
 @pytest.mark.parametrize(
-    ("device", "tolerance"), [("cpu", 1e-4), pytest.param("cuda", 1e-2, marks=pytest.mark.cuda)]
+    ("device", "tolerance", "dtype"),
+    [("cpu", 1e-4, None)]
+    + [
+        pytest.param("cuda", tolerance, dtype, marks=pytest.mark.cuda)
+        for tolerance, dtype in ((1e-2, None), (5e-2, torch.bfloat16))
+    ],
 )
-def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, options, monkeypatch):
+def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, dtype, options, monkeypatch):
     options = {"norm_cfg": {"type": "BN", "requires_grad": False}, **options}
     folded, separate = tiny(**options).to(device).train(), tiny(**options).to(device).train()
     with torch.no_grad():
@@ -83,16 +88,17 @@ def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, o
     separate.load_state_dict(folded.state_dict())
     x = torch.randn(2, 3, 64, 96, device=device)
     assert len(fold_frozen_norms([(folded.conv1, folded.bn1)])) == 1
-    outs = folded(x)
-    monkeypatch.setattr("visdet.models.backbones.resnet.fold_frozen_norms", lambda layers: {})
-    expected = separate(x)
+    with torch.autocast(device, dtype, enabled=dtype is not None):
+        outs = folded(x)
+        monkeypatch.setattr("visdet.models.backbones.resnet.fold_frozen_norms", lambda layers: {})
+        expected = separate(x)
     for found, right in ((outs, expected), (_gradients(folded, outs), _gradients(separate, expected))):
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
 def _gradients(backbone, outs):
-    sum(out.square().mean() for out in outs).backward()
+    sum(out.float().square().mean() for out in outs).backward()
     return [parameter.grad for parameter in backbone.parameters() if parameter.requires_grad]
 
 

@@ -17,8 +17,9 @@ from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 
 from ..layers.as_if_unpadded import Padding
-from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
+from ..layers.frozen_norm import FoldedConv, fold_frozen_norms, with_one_bias
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
+from ..layers.pixel_blocks import in_blocks, suits_blocks
 from ..layers.plain import is_plain
 from .pretrained import Backbone
 
@@ -98,13 +99,17 @@ class ResidualBlock(nn.Module):
         self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None = None
     ) -> Tensor:
         identity = x
+        *first_layers, last_layer = self.main_layers
         if self.downsample is not None:
             if is_plain(self.downsample, nn.Sequential):
                 conv, norm = self.downsample
+                last_conv = last_layer[0]
+                if conv in folded and last_conv in folded:
+                    own, last = with_one_bias(folded[conv], folded[last_conv], x)
+                    folded = {**folded, conv: own, last_conv: last}
                 identity = _conv_norm(conv, norm, x, folded, relu=False)
             else:
                 identity = self.downsample(x)
-        *first_layers, last_layer = self.main_layers
         for conv, norm in first_layers:
             x = _conv_norm(conv, norm, x, folded, padding=padding)
         return _conv_norm(*last_layer, x, folded, residual=identity, padding=padding)
@@ -169,9 +174,14 @@ def _conv_norm(
         x = padding.before(conv, x)
     if conv in folded:
         return folded[conv](x, relu, residual)
+    return _normalised(norm, conv(x), relu, residual)
+
+
+def _normalised(norm: nn.Module, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
+    """Return norm(x) + residual, or the ReLU of that sum."""
     if is_plain(norm, BatchNorm2d):
-        return norm(conv(x), residual, relu)
-    x = norm(conv(x))
+        return norm(x, residual, relu)
+    x = norm(x)
     if residual is not None:
         x = x + residual
     return F.relu(x, inplace=True) if relu else x
@@ -326,25 +336,32 @@ class ResNet(Backbone):
                 layers += block.layers
         return layers
 
+    def _stem(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None) -> Tensor:
+        """Return the normalised map of the first convolution, on a GPU after a ReLU."""
+        conv, norm = self.conv1, getattr(self, self.norm1_name)
+        if suits_blocks(conv, x):
+            x = x if padding is None else padding.before(conv, x)
+            own = folded.get(conv)
+            x, weight = in_blocks(x, conv.weight if own is None else own.weight)
+            return _normalised(norm, F.conv2d(x, weight)) if own is None else FoldedConv(weight, own.bias)(x)
+        if _is_faster_with_channels_last(x, bool(folded)):
+            x = x.contiguous(memory_format=torch.channels_last)
+        return _conv_norm(conv, norm, x, folded, relu=x.is_cuda, padding=padding)
+
     def forward(self, x: Tensor, padding: Padding | None = None) -> tuple[Tensor, ...]:
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W].
 
         With a ``padding``, they are those of each image alone.
         """
-        stages = [getattr(self, name) for name in self.stage_names]
-        layers = self.layers
-        stem = layers[0]
-        folded = fold_frozen_norms(layers)
-        if _is_faster_with_channels_last(x, bool(folded)):
-            x = x.contiguous(memory_format=torch.channels_last)
+        folded = fold_frozen_norms(self.layers)
         # A ReLU after the pooling gives the same numbers and gradients, and has a quarter of the pixels.
-        x = _conv_norm(*stem, x, folded, relu=x.is_cuda, padding=padding)
+        x = self._stem(x, folded, padding)
         x = self.maxpool(x if padding is None else padding.cleared(x))
         x = x if x.is_cuda else F.relu(x, inplace=True)
         outs = []
-        for stage, blocks in enumerate(stages):
-            x = blocks(x, folded, padding)
-            if stage in self.out_indices:
+        for index, name in enumerate(self.stage_names):
+            x = getattr(self, name)(x, folded, padding)
+            if index in self.out_indices:
                 outs.append(x)
         return tuple(outs)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.ops.fused import differentiable_once
+from visdet.ops.fused import differentiable_once, parameter_gradients
 from visdet.ops.tracing import is_traced
 
 from .normalization import BatchNorm2d
@@ -25,23 +25,35 @@ class FoldedConv(NamedTuple):
     Its weight [O, I, h, w] has been multiplied by the scale of the batch norm, and its bias [O] is the shift.
     """
 
-    conv: nn.Conv2d
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
+    geometry: tuple[Any, ...] = ((1, 1), (0, 0), (1, 1), 1)  # stride, padding, dilation, groups
 
     def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
         """Return norm(conv(x)) + residual, or the ReLU of that sum."""
-        conv = self.conv
         x = as_autocast_input(x)
-        geometry: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.groups)
-        if relu and _has_fused_kernel(x, self.weight, residual):
+        if relu and self.bias is not None and _has_fused_kernel(x, self.weight, residual):
             # A node of the autograd graph takes the host time even if there are no gradients.
             run = _ConvBiasReLU.apply if torch.is_grad_enabled() else _conv_bias_relu
-            return run(x, self.weight, self.bias, residual, *geometry)
-        x = F.conv2d(x, self.weight, self.bias, *geometry)
+            return run(x, self.weight, self.bias, residual, *self.geometry)
+        x = F.conv2d(x, self.weight, self.bias, *self.geometry)
         if residual is not None:
             x = x + residual
         return x.relu_() if relu else x
+
+
+def with_one_bias(branch: FoldedConv, last: FoldedConv, x: Tensor) -> tuple[FoldedConv, FoldedConv]:
+    """Return two convolutions whose outputs are added before a ReLU, the first of which gives its bias to the second.
+
+    torch adds the bias of a convolution by a kernel of its own, but not where the second adds the other's output.
+
+    Args:
+        x: the input of ``branch``.
+    """
+    x = as_autocast_input(x)
+    if branch.bias is None or last.bias is None or not _has_fused_kernel(x, last.weight, residual=x):
+        return branch, last
+    return branch._replace(bias=None), last._replace(bias=last.bias + branch.bias)
 
 
 def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.Module, FoldedConv]:
@@ -74,14 +86,40 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
         scales = scale.view(-1, 1, 1, 1).split(sizes)
     layout = torch.channels_last if scale.is_cuda else torch.preserve_format
     weights = [_product(conv.weight, scale, dtype, layout) for conv, scale in zip(convs, scales, strict=True)]
-    return dict(zip(convs, map(FoldedConv, convs, weights, shifts), strict=True))
+    geometries = [(conv.stride, conv.padding, conv.dilation, conv.groups) for conv in convs]
+    return dict(zip(convs, map(FoldedConv, weights, shifts, geometries), strict=True))
 
 
 def _product(weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
-    """Return the product in a dtype and a layout, without gradients by one kernel."""
-    if torch.is_grad_enabled():
-        return (weight * scale).to(dtype, memory_format=layout)
-    return torch.mul(weight, scale, out=torch.empty_like(weight, dtype=dtype, memory_format=layout))
+    """Return the product in a dtype and a layout, without gradients and on a GPU by one kernel."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return torch.mul(weight, scale, out=torch.empty_like(weight, dtype=dtype, memory_format=layout))
+    if weight.is_cuda and not is_traced():
+        return _Product.apply(weight, scale, dtype, layout)
+    return (weight * scale).to(dtype, memory_format=layout)
+
+
+class _Product(torch.autograd.Function):
+    """``_product`` with its gradient, which one kernel computes, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.memory_format
+    ) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(scale)
+        return _product(weight, scale, dtype, layout)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        weight = ctx.weight
+
+        def of_weight() -> list[Tensor]:
+            return [torch.mul(grad, scale, out=torch.empty_like(weight, requires_grad=False))]
+
+        return parameter_gradients([weight], of_weight)[0], None, None, None
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:

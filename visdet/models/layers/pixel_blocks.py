@@ -1,0 +1,60 @@
+"""The first convolution of a backbone, computed on blocks of pixels."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visdet.ops.tracing import is_traced
+
+from .plain import is_plain
+from .precision import autocast_dtype
+
+_BLOCK = 2  # pixels along each side
+_CHANNEL_MULTIPLE = 16  # The kernels of cuDNN that use the matrix units read so many 16-bit channels at once.
+
+
+def suits_blocks(conv: nn.Module, x: Tensor) -> bool:
+    """Return whether ``in_blocks`` saves time: for few channels in 16 bits on a GPU.
+
+    Args:
+        conv: the convolution. x: its input [B, C, H, W].
+    """
+    if not is_plain(conv, nn.Conv2d) or not x.is_cuda or is_traced():
+        return False
+    if (conv.kernel_size, conv.stride, conv.padding, conv.dilation) != ((7, 7), (2, 2), (3, 3), (1, 1)):
+        return False
+    if conv.bias is not None or conv.groups != 1 or conv.padding_mode != "zeros":
+        return False
+    is_short = _BLOCK**2 * conv.in_channels <= _CHANNEL_MULTIPLE
+    return is_short and autocast_dtype(x) in (torch.float16, torch.bfloat16)
+
+
+def in_blocks(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return images and weights whose plain convolution is that of the given ones with stride 2 and padding 3.
+
+    The channels of the images are those of blocks of 2 x 2 pixels. So the matrix units of a GPU compute the first
+    convolution of a ResNet, for whose three channels cuDNN has slow kernels only.
+
+    Args:
+        x: [B, C, H, W], in any type.
+        weight: [O, C, 7, 7].
+
+    Returns:
+        The blocks [B, C', (H + 1) // 2 + 3, (W + 1) // 2 + 3], of which two before the image and one behind it are
+        zeros, in the type in which a convolution reads ``x``, and the weights [O, C', 4, 4]. Both have their channels
+        last.
+    """
+    batch, channels, height, width = x.shape
+    if width % _BLOCK or height % _BLOCK:
+        x = F.pad(x, (0, width % _BLOCK, 0, height % _BLOCK))
+    rows, columns = x.shape[2] // _BLOCK, x.shape[3] // _BLOCK
+    used = _BLOCK**2 * channels
+    all_channels = -(-used // _CHANNEL_MULTIPLE) * _CHANNEL_MULTIPLE
+    blocks = x.new_zeros(batch, rows + 3, columns + 3, all_channels, dtype=autocast_dtype(x))
+    inner = blocks[:, 2:-1, 2:-1, :used].unflatten(-1, (_BLOCK, _BLOCK, channels))
+    inner.copy_(x.reshape(batch, channels, rows, _BLOCK, columns, _BLOCK).permute(0, 2, 4, 3, 5, 1))
+
+    whole = F.pad(weight, (1, 0, 1, 0))  # [O, C, 8, 8]
+    of_blocks = whole.reshape(-1, channels, 4, _BLOCK, 4, _BLOCK).permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+    of_blocks = F.pad(of_blocks, (0, 0, 0, 0, 0, all_channels - used))
+    return blocks.permute(0, 3, 1, 2), of_blocks.contiguous(memory_format=torch.channels_last)
