@@ -190,3 +190,20 @@ def _changed(**changes):
 def test_configs_that_cannot_work(given, error, message):
     with pytest.raises(error, match=message):
         MODELS.build(given)
+
+
+@pytest.mark.cuda
+def test_the_head_decodes_all_layers_side_by_side_in_training():
+    head = build().bbox_head.cuda()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    depth = len(head.reg_branches) - 1
+    width = head.embed_dims
+    hidden = torch.randn(depth, 2, 7, width, device="cuda")
+    references = [torch.rand(2, 7, 4, device="cuda") for _ in range(depth)]
+    found = head(hidden, references)
+    with torch.no_grad():
+        expected = head(hidden, references)
+    for one, other in zip(found, expected, strict=True):
+        assert one.requires_grad
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

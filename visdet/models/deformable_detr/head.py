@@ -14,6 +14,7 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..box_coders import UprightBoxCoder
 from ..layers.feed_forward import relu_perceptron
+from ..layers.linear import are_alike, each_of_its_own
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
@@ -165,6 +166,12 @@ class DeformableDETRHead(BaseModule):
         first = self.reg_branches[0]
         if all(branch is first for branch in self.reg_branches):
             return self.decode(0, hidden_states, torch.stack(list(references[: len(hidden_states)])))
+        if hidden_states.is_cuda and torch.is_grad_enabled():
+            depth = len(hidden_states)
+            classify: list[Any] = [[branch] for branch in self.cls_branches[:depth]]
+            regress: list[Any] = list(self.reg_branches[:depth])
+            if are_alike(classify) and are_alike(regress):
+                return self._decode_together(classify, regress, hidden_states, references)
         layers = [self.decode(index, hidden, references[index]) for index, hidden in enumerate(hidden_states)]
         logits, boxes = zip(*layers, strict=True)
         return torch.stack(logits), torch.stack(boxes)
@@ -172,6 +179,22 @@ class DeformableDETRHead(BaseModule):
     def branches(self, layer: int) -> tuple[nn.Module, nn.Module]:
         """Return the branches of classification and of regression of a layer. Those of proposals come last."""
         return self.cls_branches[layer], self.reg_branches[layer]
+
+    def _decode_together(
+        self,
+        classify: Sequence[Sequence[nn.Module]],
+        regress: Sequence[Sequence[nn.Module]],
+        hidden_states: Tensor,
+        references: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``forward`` does, the branches of all layers side by side."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            rows = hidden_states.flatten(1, 2).to(next(self.parameters()).dtype)
+            logits, deltas = (
+                each_of_its_own(chains, rows).unflatten(1, hidden_states.shape[1:3])
+                for chains in (classify, regress)
+            )
+        return logits, self.box_coder.refined(deltas, torch.stack(list(references[: len(deltas)])), LOGIT)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [..., C] and boxes [..., box_dim] by a layer's branches from hidden states [...]."""
