@@ -33,6 +33,7 @@ def test_deterministic_runs_without_a_seed_are_equal(tmp_path, capsys, changed):
     for run, options in zip(runs, ({}, changed), strict=True):
         found = train(run, randomness=DETERMINISTIC, default_hooks__checkpoint__interval=10, **options)
         assert found.seed == 0 and torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
     capsys.readouterr()
     assert compare(*runs) == 0
     said = capsys.readouterr().out

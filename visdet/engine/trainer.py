@@ -151,6 +151,8 @@ class DetRunner(RunCheckpoints):
         self.randomness, self.deterministic = randomness, is_deterministic
         if is_deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, torch refuses cuBLAS.
+            # torch would fill each new tensor, in case that something reads it before it is written.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             seed = seed or 0
         self.seed = set_random_seed(**{**randomness, "seed": seed})
 

@@ -181,4 +181,25 @@ __device__ __forceinline__ void order_records(Record* __restrict__ from, Record*
   }
 }
 
+constexpr int kOwnRecords = 16;  // up to so many, a lane sorts by itself
+
+// For all lanes of a warp: sorts the records of each lane's cell, `count` from `offset` on. Most cells have few or
+// none, whose lanes sort them at the same time; the others are sorted by all lanes, one after another.
+template <typename Record>
+__device__ __forceinline__ void order_records_of_cells(Record* __restrict__ from, Record* __restrict__ to,
+                                                       int64_t offset, int32_t count, OrderBitmap& bitmap) {
+  const bool is_long = count > kOwnRecords;
+  for (int32_t i = 0; i < count && !is_long; ++i) {
+    const Record record = from[offset + i];
+    int32_t rank = 0;
+    for (int32_t n = 0; n < count; ++n) rank += from[offset + n].sample < record.sample;
+    to[offset + rank] = record;
+  }
+  for (unsigned ballot = __ballot_sync(kAllLanes, is_long); ballot != 0; ballot &= ballot - 1) {
+    const int owner = __ffs(ballot) - 1;
+    const int64_t first = __shfl_sync(kAllLanes, offset, owner);
+    order_records(from + first, to + first, __shfl_sync(kAllLanes, count, owner), bitmap);
+  }
+}
+
 }  // namespace visdet

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRecordThreads)
 
 constexpr int kOrderThreads = 128;
 
-// A warp sorts the records of one cell after another, in a time in proportion to their number.
+// A warp sorts the records of 32 cells after another, in a time in proportion to their number.
 template <typename A>
 __global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const Maps maps, const int32_t* __restrict__ starts, Record<A>* __restrict__ records,
@@ -78,18 +78,21 @@ __global__ void __launch_bounds__(kOrderThreads)
   auto* table = reinterpret_cast<Map*>(shared);  // [V * L]
   const int map_count = sizes.V * sizes.L;
   load_maps(maps, map_count, table);
+  const int lane = threadIdx.x % 32;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kOrderThreads / 32);
-  int64_t cell = static_cast<int64_t>(blockIdx.x) * (kOrderThreads / 32) + threadIdx.x / 32;
+  int64_t group = static_cast<int64_t>(blockIdx.x) * (kOrderThreads / 32) + threadIdx.x / 32;  // of cells
   for (int64_t i = sizes.B * map_count - 1; i >= 0; --i) {  // coarse levels first: their cells hold most
     const int64_t b = i / map_count;
     const Map map = table[i - b * map_count];
-    const int64_t cells = cells_of(map);
-    for (; cell < cells; cell += warps) {
-      const int32_t* at = starts + b * sizes.cell_entries + map.first_cell + cell;
-      const int64_t offset = i * sizes.Q * sizes.P + at[0];
-      order_records(records + offset, ordered + offset, at[1] - at[0], bitmaps[threadIdx.x / 32]);
+    const int64_t cells = cells_of(map), groups = (cells + 31) / 32;
+    for (; group < groups; group += warps) {
+      // Neighbouring cells, which may all have many records, belong to different warps.
+      const int64_t cell = lane * groups + group;
+      const int32_t* at = starts + b * sizes.cell_entries + map.first_cell + min(cell, cells - 1);
+      const int32_t count = cell < cells ? at[1] - at[0] : 0;
+      order_records_of_cells(records, ordered, i * sizes.Q * sizes.P + at[0], count, bitmaps[threadIdx.x / 32]);
     }
-    cell -= cells;
+    group -= groups;
   }
 }
 
@@ -113,7 +116,7 @@ Tensor write_records(const BackwardCall& call, const Sizes& sizes, const Tensor&
   if (!call.deterministic) return records;
   const Tensor ordered = new_empty(features, bytes, ScalarType::Byte);
   const int64_t blocks =
-      std::min(ceil_div(problem.B * maps.cell_entries, kOrderThreads / 32 * 4), 64 * scope.device().multiprocessors);
+      std::min(ceil_div(problem.B * maps.cell_entries, kOrderThreads), 64 * scope.device().multiprocessors);
   launch({kBackwardOp, "order_kernel", scope, blocks, kOrderThreads, maps.table_bytes, kOrderShared}, order_kernel<A>,
          maps.maps, starts, unordered, mutable_data_of<Record<A>>(ordered), sizes);
   return ordered;

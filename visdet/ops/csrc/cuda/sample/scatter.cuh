@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kRecordThreads)
                                       at.fy};
 }
 
-// A warp orders the records of one cell after another.
+// A warp orders the records of 32 cells after another.
 constexpr int kOrderThreads = 128;
 constexpr int kOrderWarps = kOrderThreads / 32;
 
@@ -65,11 +65,14 @@ __global__ void __launch_bounds__(kOrderThreads)
                  Record<A>* __restrict__ ordered, const Sizes sizes) {
   __shared__ OrderBitmap bitmaps[kOrderWarps];
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kOrderWarps, cells = sizes.B * sizes.cells;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kOrderWarps + threadIdx.x / 32; i < cells; i += warps) {
-    const int64_t b = i / sizes.cells;
-    if (i - b * sizes.cells == sizes.cells - 1) continue;  // the end of the last cell
-    const int64_t offset = b * sizes.Q * sizes.D + starts[i];
-    order_records(records + offset, ordered + offset, starts[i + 1] - starts[i], bitmaps[threadIdx.x / 32]);
+  const int64_t groups = (cells + 31) / 32;
+  for (int64_t group = static_cast<int64_t>(blockIdx.x) * kOrderWarps + threadIdx.x / 32; group < groups;
+       group += warps) {
+    // Neighbouring cells, which may all have many records, belong to different warps.
+    const int64_t i = (threadIdx.x % 32) * groups + group, b = i / sizes.cells;
+    const bool is_cell = i < cells && i - b * sizes.cells < sizes.cells - 1;  // not the end of the last cell
+    const int32_t start = is_cell ? starts[i] : 0, count = is_cell ? starts[i + 1] - start : 0;
+    order_records_of_cells(records, ordered, b * sizes.Q * sizes.D + start, count, bitmaps[threadIdx.x / 32]);
   }
 }
 
@@ -354,7 +357,7 @@ Tensor records_by_cell(const Inputs<T, A>& in, const CellCounts& cells, int32_t*
          in.sample_data(), starts, data_of(cells.ranks), data, sizes);
   if (!deterministic) return records;
   Tensor ordered = new_empty(in.samples, records.sizes(), ScalarType::Byte);
-  const int64_t blocks = bounded_blocks(in.scope, sizes.B * sizes.cells, kOrderWarps * 4, 64);
+  const int64_t blocks = bounded_blocks(in.scope, sizes.B * sizes.cells, kOrderThreads, 64);
   launch({in.op, "order_kernel", in.scope, blocks, kOrderThreads}, order_kernel<A>, starts, data, data_of(ordered),
          sizes);
   return ordered;
