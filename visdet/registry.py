@@ -168,7 +168,7 @@ def _child(parent_name: str, *locations: str) -> Registry:
 
 # mmengine registers its own names when its packages are imported, and no registry of its own imports them. Therefore,
 # some locations are packages of mmengine.
-MODELS = _child("MODELS", "visdet.models")
+MODELS = _child("MODELS", "visdet.models", "visdet.engine.optim.averages")
 MODEL_WRAPPERS = _child("MODEL_WRAPPERS", "mmengine.runner")
 WEIGHT_INITIALIZERS = _child("WEIGHT_INITIALIZERS", "mmengine.model")
 TASK_UTILS = _child("TASK_UTILS", "visdet.models")
