@@ -186,7 +186,8 @@ class CocoDataset(BaseDataset):
         is_coco = tuple(self.metainfo["classes"]) == COCO_CLASSES
         with where_to_get(_WHERE_COCO_IS.format(self.data_root or ".") if is_coco else _WHERE_DATA_ARE_NAMED):
             content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
-        number = add_sizes(content["images"], self.data_prefix["img"], self.backend_args)
+        folder = self.data_prefix["img"]
+        number = add_sizes(content["images"], folder, self.backend_args)
         if number:
             self._warn(
                 f"{number} images have neither width nor height, so that their files were opened for it"
@@ -197,7 +198,6 @@ class CocoDataset(BaseDataset):
             annotations_of_image[annotation["image_id"]].append(annotation)
         tally: Counter[str] = Counter()
         records = []
-        folder = self.data_prefix["img"]
         # The backend is looked up once, because that takes longer than to join a path.
         join_path = get_file_backend(folder).join_path
         for image in content["images"]:
@@ -253,14 +253,14 @@ class CocoDataset(BaseDataset):
         return matched
 
     def _parse_image(self, image: dict, annotations: list, label_of_category: dict, tally: Counter) -> dict:
-        width, height = image["width"], image["height"]
+        width, height, is_upright = image["width"], image["height"], self.box_type == "hbox"
         instances = []
         for annotation in annotations:
             label = label_of_category.get(annotation["category_id"])
             if label is None or (annotation.get("ignore") and not self.test_mode):
                 continue
             tally["boxes"] += 1
-            corners = None if self.box_type == "hbox" else self._corners_of(annotation)
+            corners = None if is_upright else self._corners_of(annotation)
             bbox, problem = clip_box(annotation, width, height)
             if corners is not None:
                 bbox, problem = bbox and corners, None if problem == "clipped" else problem
@@ -278,7 +278,7 @@ class CocoDataset(BaseDataset):
             "width": width,
             "instances": instances,
         }
-        return record if self.box_type == "hbox" else {**record, "angle_version": self.angle_version}
+        return record if is_upright else {**record, "angle_version": self.angle_version}
 
     def _corners_of(self, annotation: dict) -> list[float]:
         """Return the corners of a turned box, and give its annotation the upright box around them."""

@@ -83,11 +83,11 @@ class Key:
         except ValueError:  # lists of unequal lengths
             return None
         with np.errstate(invalid="ignore"):
-            is_number = array.dtype.kind in "biuf"
-            converted = array.astype(dtype) if is_number or not array.size else array
+            is_number, is_empty = array.dtype.kind in "biuf", not array.size
+            converted = array.astype(dtype) if is_number or is_empty else array
         is_same = is_number != (dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
         for shape in map(_sizes_in, self.shapes.split(" or ")):
-            if "n" in shape and not array.size and not sizes.get("n"):  # That of no boxes may have any shape.
+            if "n" in shape and is_empty and not sizes.get("n"):  # That of no boxes may have any shape.
                 sizes["n"] = 0
                 return converted.reshape([{"n": 0, "t": _AGENT_STEPS}.get(size, size) for size in shape])  # type: ignore
             wanted = [sizes.get(size, size) for size in shape]

@@ -35,10 +35,11 @@ class NuScenesMap:
             import shapely
         except ImportError as error:
             raise MissingPackageError("the map of nuScenes needs shapely 2: pip install shapely") from error
-        path = Path(root) / "maps" / "expansion" / f"{location}.json"
+        folder = Path(root) / "maps"
+        path = folder / "expansion" / f"{location}.json"
         if not path.exists():
             raise MissingFileError(
-                f"{path} does not exist: unpack nuScenes' map expansion (v1.3) into {Path(root) / 'maps'}"
+                f"{path} does not exist: unpack nuScenes' map expansion (v1.3) into {folder}"
             )
         layers = json.loads(path.read_text())
         self.roi_size = tuple(roi_size)

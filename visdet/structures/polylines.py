@@ -69,16 +69,18 @@ def parts_inside(line: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
     Args:
         line: the points. reach: [n], how far each is on that side, which is negative on the other one.
     """
-    parts: list[list[np.ndarray]] = [[]]
+    part: list[np.ndarray] = []
+    parts = [part]
     before, last = 0.0, line[:1]
     for point, here in zip(line, reach, strict=True):
         if before * here < 0:
             share = before / (before - here)
-            parts[-1].append(last + (point - last) * share)
+            part.append(last + (point - last) * share)
         if here >= 0:
-            parts[-1].append(point)
-        elif parts[-1]:
-            parts.append([])
+            part.append(point)
+        elif part:
+            part = []
+            parts.append(part)
         before, last = here, point
     return [np.array(part) for part in parts if part]
 

@@ -74,16 +74,16 @@ def draw_once(
             f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
         ) from error
     with FileLock(parent / f".{folder.name}.lock"):
-        held = _read_stamp(stamp_file)
+        held, place = _read_stamp(stamp_file), folder.resolve()
         if held == stamp:
             return folder
         if held is None and folder.exists() and any(folder.iterdir()):
             raise ForeignFolderError(
-                f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
+                f"{maker}: {place} is not empty and has no {stamp_name}, so it was not made by "
                 f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
                 "example type='CocoDataset'. Otherwise give another data_root"
             )
-        if held is not None and folder.resolve() in _claims.values():
+        if held is not None and place in _claims.values():
             keys = [key for key in {**held, **stamp} if held.get(key) != stamp.get(key)]
             raise InvalidInputError(
                 f"{maker}: {folder} is read by another data set of this run and holds "
