@@ -101,7 +101,7 @@ def _found_in_frame(frame: Objects) -> Found:
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
     """Return the attribute of each box that follows from its class and its speed."""
     moving = np.linalg.norm(boxes[:, 7:9], axis=1) > 0.2
-    by_motion = {
+    standing, driving = {
         "car": ("vehicle.parked", "vehicle.moving"),
         "truck": ("vehicle.parked", "vehicle.moving"),
         "trailer": ("vehicle.parked", "vehicle.moving"),
@@ -111,7 +111,7 @@ def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
         "motorcycle": ("cycle.without_rider", "cycle.with_rider"),
         "pedestrian": ("pedestrian.standing", "pedestrian.moving"),
     }.get(name, ("", ""))
-    return np.array(by_motion)[moving.astype(np.int64)]
+    return np.where(moving, driving, standing)
 
 
 def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:

@@ -110,7 +110,6 @@ def box_corners(boxes: np.ndarray) -> np.ndarray:
     Corners 0..3 are those of the bottom (front left, front right, rear right, rear left). Corners 4..7 are those of the
     top in the same order.
     """
-    boxes = np.asarray(boxes)
     places = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 1], [0, 1, 1]]
     local = (np.array(places) - 0.5) * boxes[:, None, 3:6]  # in parts of the sides, from the centre
     local[..., :2] = np.einsum("ijn,nkj->nki", turn_about_z(boxes[:, 6]), local[..., :2])

@@ -153,7 +153,7 @@ def draw_frame(
         view_height = round(height * view_width / width)
         view = cv2.resize(image, (view_width, view_height), interpolation=cv2.INTER_LINEAR)
         zoom = np.diag([view_width / width, view_height / height, 1.0, 1.0])
-        _draw_boxes(view, shown, zoom @ np.asarray(projection, dtype=np.float64), colors)
+        _draw_boxes(view, shown, zoom @ projection, colors)
         write_text(view, name.removeprefix("CAM_").replace("_", " ").lower(), (6, 16))
         views[name] = view
     panels = [

@@ -120,7 +120,7 @@ class DetLocalVisualizer(SampleVisualizer):
 
 def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors [4] that convert true and predicted boxes to pixels of an image of ``image_shape``."""
-    scale_factor = np.tile(np.asarray(sample.get("scale_factor", (1.0, 1.0)), dtype=np.float64), 2)
+    scale_factor = np.tile(sample.get("scale_factor", (1.0, 1.0)), 2)
     img_shape = tuple(sample.get("img_shape", image_shape))
     ori_shape = tuple(sample.get("ori_shape", img_shape))
     ones = np.ones(4)

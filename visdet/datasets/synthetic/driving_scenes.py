@@ -201,7 +201,7 @@ def _agent_annotations(
         "num_lidar_pts": pixels,
         "num_radar_pts": np.zeros_like(pixels),
         "valid_flag": pixels > 0,
-        "instance_inds": near.astype(np.int64),
+        "instance_inds": near,
         "gt_agent_fut_trajs": futures,
         "gt_agent_fut_masks": masks,
     }

@@ -173,7 +173,7 @@ class MultiScaleDepthMapGenerator(BaseTransform):
         self.max_depth = max_depth
 
     def transform(self, results: dict) -> dict:
-        points = np.ascontiguousarray(np.asarray(results["points"])[:, :3].T)
+        points = np.ascontiguousarray(results["points"][:, :3].T)
         maps: list[list[np.ndarray]] = [[] for _ in self.downsample]
         for projection, (height, width) in zip(results["lidar2img"], results["img_shape"], strict=True):
             matrix = projection[:3].astype(np.float32)
