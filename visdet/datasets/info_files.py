@@ -134,12 +134,13 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not an info file, or its pickle contains a type that is not numpy's.
     """
+    file_name = str(path)
     with reading(f"info file {path}"):
-        file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(str(path)))  # noqa: SIM115
+        file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(file_name))  # noqa: SIM115
     with file:
-        if str(path).endswith(".npz"):
+        if file_name.endswith(".npz"):
             return _load_npz(path, file)
-        if not str(path).endswith((".pkl", ".pickle")):
+        if not file_name.endswith((".pkl", ".pickle")):
             raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
         with _of_plain_types(f"info file {path}"):
             loaded = load_numpy_pickle(file)

@@ -170,7 +170,8 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     def _info(self, position: int) -> dict:
         """Return the checked record at a position in the file."""
-        return check_frame(self._infos[int(position)], self.ann_file, int(position))
+        number = int(position)
+        return check_frame(self._infos[number], self.ann_file, number)
 
     def get_augmentation(self, rng: np.random.Generator | None = None) -> dict | None:
         """Return :func:`drawn_augmentation` of ``data_aug_conf``, or None without it."""
