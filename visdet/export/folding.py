@@ -26,8 +26,10 @@ def with_folded_norms(model: nn.Module) -> nn.Module:
         with torch.no_grad():
             folded = fold_frozen_norms(backbone.layers)
         for conv, product in folded.items():
-            conv.weight = nn.Parameter(product.weight, requires_grad=False)
-            conv.bias = nn.Parameter(product.bias.clone(), requires_grad=False)
+            weight, shift, _ = product
+            assert shift is not None
+            conv.weight = nn.Parameter(weight, requires_grad=False)
+            conv.bias = nn.Parameter(shift.clone(), requires_grad=False)
             parent, name = places[norms[conv]]
             setattr(parent, name, nn.Identity())
     return model
