@@ -122,13 +122,14 @@ def _encoded(encoding: SinePositionalEncoding, counted: Tensor, sizes: Tensor, p
         sizes: [B, L, 2] int64, the last row and column that are counted on each level.
     """
     batch, levels, _ = sizes.shape
-    steps = torch.arange(1 + pixels.sources.shape[-1], device=sizes.device).unsqueeze(-1)  # 0 is padding
+    count = 1 + pixels.sources.shape[-1]
+    steps = torch.arange(count, device=sizes.device).unsqueeze(-1)  # 0 is padding
     last = torch.where(steps == 0, 0, sizes.unsqueeze(2))  # [B, L, steps, 2]
     table = encoding.encode(steps.expand_as(last), last).unflatten(-1, (2, -1))
     image = torch.arange(batch, device=sizes.device).view(-1, 1, 1)
     axis = torch.arange(2, device=sizes.device)
     level = image * levels + pixels.level.unsqueeze(-1)  # [B, S, 1], among those of all images
-    index = (level * len(steps) + counted) * 2 + axis
+    index = (level * count + counted) * 2 + axis
     return F.embedding(index, table.flatten(0, 3)).flatten(-2)
 
 
