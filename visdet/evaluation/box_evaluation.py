@@ -144,11 +144,14 @@ def evaluate_boxes(
             indexes.append(index)
         evaluator = backend.evaluator(*indexes, "bbox")
         parameters = evaluator.params
-        parameters.imgIds, parameters.catIds = image_ids, list(range(num_classes))
-        parameters.iouThrs, parameters.maxDets = iou_thrs, max_dets
+        parameters.imgIds = image_ids
+        parameters.catIds = list(range(num_classes))
+        parameters.iouThrs = iou_thrs
+        parameters.maxDets = max_dets
         evaluator.evaluate()
         evaluator.accumulate()
     shape = (len(iou_thrs), len(parameters.recThrs), num_classes, len(AREAS), len(max_dets))
-    precision = np.asarray(evaluator.eval["precision"]).reshape(shape)
-    recall = np.asarray(evaluator.eval["recall"]).reshape(shape[:1] + shape[2:])
+    arrays = evaluator.eval
+    precision = np.asarray(arrays["precision"]).reshape(shape)
+    recall = np.asarray(arrays["recall"]).reshape(shape[:1] + shape[2:])
     return BoxEvaluation(precision, recall, iou_thrs, max_dets)

@@ -95,7 +95,8 @@ def count_events(
 
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
-    ids, tracks = truth.ids, predicted.ids
+    ids = truth.ids
+    tracks = predicted.ids
     column_of = {track: column for column, track in enumerate(tracks.tolist())}
     is_near = np.isfinite(between)
     cost = np.where(is_near, between, _FAR)
@@ -109,18 +110,21 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
     from scipy.optimize import linear_sum_assignment
 
     assigned = zip(*linear_sum_assignment(cost), strict=True)
-    pairs = [(row, column) for row, column in assigned if is_near[row, column]]
-    for row, column in pairs:
-        identity, track = int(ids[row]), int(tracks[column])
+    pairs = [pair for pair in assigned if is_near[pair]]
+    num_pairs = len(pairs)
+    for pair in pairs:
+        row, column = pair
+        identity = int(ids[row])
+        track = int(tracks[column])
         if track_of.get(identity, track) == track:
             counts.matches += 1
             counts.match_scores.append(float(predicted.scores[column]))
         else:
             counts.switches += 1
-        counts.distance += float(between[row, column])
+        counts.distance += float(between[pair])
         track_of[identity] = track
-    counts.misses += len(ids) - len(pairs)
-    counts.false_alarms += len(tracks) - len(pairs)
+    counts.misses += len(ids) - num_pairs
+    counts.false_alarms += len(tracks) - num_pairs
 
 
 def recall_thresholds(
@@ -171,7 +175,8 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
     for identity, places in seen.items():
         for (first, start, score, _), (last, end, next_score, label) in pairwise(places):
             for number in range(first + 1, last):
-                weight = (times[last] - times[number]) / (times[last] - times[first])  # of the end, see above
+                end_time = times[last]
+                weight = (end_time - times[number]) / (end_time - times[first])  # of the end, see above
                 place = start + (end - start) * weight
                 added[number].append((identity, place, score + (next_score - score) * weight, label))
     return [_with_more(frame, more) for frame, more in zip(frames, added, strict=True)]

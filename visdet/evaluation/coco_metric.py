@@ -126,7 +126,7 @@ class CocoMetric(BaseMetric):
         self.classwise_results: list[dict] = []
         self.curve_report: CurveReport | None = None
         self._backend = import_backend(backend)
-        self._ann_file = ann_file
+        self._ann_file: Any = ann_file
         # Only the main process evaluates. It reads the file now, so that mistakes are found before training.
         self._content: Any = None
         if ann_file is not None and is_main_process():
@@ -148,7 +148,7 @@ class CocoMetric(BaseMetric):
     @dataset_meta.setter
     def dataset_meta(self, dataset_meta: dict) -> None:
         self._dataset_meta = dataset_meta
-        if self._content is not None and self._ann_file is not None:
+        if self._content is not None:
             categories = self._content["categories"]
             self._label_of_category = match_categories(categories, dataset_meta["classes"], self._ann_file)
 
@@ -164,7 +164,8 @@ class CocoMetric(BaseMetric):
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
-            owner, path = type(self).__name__, sample.get("img_path")
+            owner = type(self).__name__
+            path = sample.get("img_path")
             if "img_id" not in sample:
                 raise InvalidInputError(
                     f"{owner}: a sample has no img_id, which must be among the meta_keys of PackDetInputs"
@@ -185,14 +186,16 @@ class CocoMetric(BaseMetric):
                 "labels": _numpy(given["labels"]).astype(int),
             }
             if self._ann_file is None:
-                result["truth"] = self._truth_of_sample(sample)
-                check_finite(name, **{"true bboxes": np.array([row["bbox"] for row in result["truth"]])})
+                truth = self._truth_of_sample(sample)
+                result["truth"] = truth
+                check_finite(name, **{"true bboxes": np.array([row["bbox"] for row in truth])})
             self.results.append(result)
 
     def _boxes_of(self, instances: Any, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
         """Return boxes in an image, which is ``scale`` (width, height) times that of the file, as the file has them."""
-        first, last = np.split(_numpy(instances["bboxes"]).reshape(-1, 4) / np.tile(scale, 2), 2, axis=1)
-        return np.concatenate([first, last - first], axis=1)
+        boxes = _numpy(instances["bboxes"]).reshape(-1, 4) / np.tile(scale, 2)
+        boxes[:, 2:] -= boxes[:, :2]
+        return boxes
 
     def _box_of(self, annotation: dict) -> list[float]:
         return annotation["bbox"]
@@ -225,12 +228,15 @@ class CocoMetric(BaseMetric):
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the values of ``metric_items`` by name, without the prefix."""
-        if self._dataset_meta is None:
+        meta = self._dataset_meta
+        if meta is None:
             raise InvalidInputError(
                 f"{type(self).__name__}: set dataset_meta, which names the classes, before evaluating"
             )
-        classes = self._dataset_meta["classes"]
-        self.classwise_results, self.curve_report = [], None
+        classes = meta["classes"]
+        rows: list[dict] = []
+        self.classwise_results = rows
+        self.curve_report = None
         results = self._different_images(results)
         if self.outfile_prefix is not None:
             self._write(chain.from_iterable(map(detected, results)))
@@ -246,10 +252,10 @@ class CocoMetric(BaseMetric):
             row = {"name": name, "num_boxes": curve["num_truths"]}
             for item, choice in self.precisions.items():
                 row[item] = evaluation.average_precision(label=label, **choice)
-            self.classwise_results.append(row)
+            rows.append(row)
         if self.classwise:
             self._log_classes()
-            for row in self.classwise_results:
+            for row in rows:
                 names = (metric.replace("*", row["name"]) for metric in self.class_metrics)
                 metrics |= dict.fromkeys(names, row["mAP"])
         return metrics
@@ -268,8 +274,9 @@ class CocoMetric(BaseMetric):
         return evaluation, box_report(truth, results, classes, self._backend.iou)
 
     def _value_of(self, evaluation: BoxEvaluation, item: str) -> float:
-        if item in self.precisions:
-            return evaluation.average_precision(**self.precisions[item])
+        precisions = self.precisions
+        if item in precisions:
+            return evaluation.average_precision(**precisions[item])
         name, _, max_dets = item.partition("@")
         return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
 
@@ -282,7 +289,8 @@ class CocoMetric(BaseMetric):
         needs_ids = self._ann_file is not None or self.outfile_prefix is not None
         found: dict[Any, dict] = {}
         for result in results:
-            number, path = result["img_id"], result.get("img_path")
+            number = result["img_id"]
+            path = result.get("img_path")
             key = number if needs_ids else (number, path)
             other = found.get(key, result)
             if any(other.get(part) != result.get(part) for part in ("img_path", "truth")):
@@ -300,17 +308,20 @@ class CocoMetric(BaseMetric):
             return [result["truth"] for result in results]
         truth: list[list[dict]] = [[] for _ in results]
         number_of = {result["img_id"]: number for number, result in enumerate(results)}
-        self._check_images(set(number_of), {image["id"] for image in self._content["images"]})
-        for row in self._content["annotations"]:
-            label, image = self._label_of_category.get(row["category_id"]), number_of.get(row["image_id"])
+        content = self._content
+        self._check_images(set(number_of), {image["id"] for image in content["images"]})
+        for row in content["annotations"]:
+            label = self._label_of_category.get(row["category_id"])
+            image = number_of.get(row["image_id"])
             if label is not None and image is not None:
                 truth[image].append(_annotation(label, self._box_of(row), box_area(row), is_ignored(row)))
         return truth
 
     def _log_classes(self) -> None:
         """Log a table of the precision of each class."""
-        rows = [tuple(row.values()) for row in self.classwise_results]
-        columns = ("class", "boxes", *list(self.classwise_results[0])[2:])
+        results = self.classwise_results
+        rows = [tuple(row.values()) for row in results]
+        columns = ("class", "boxes", *list(results[0])[2:])
         print_log("\n" + table_text(columns, rows), logger="current")
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
@@ -337,11 +348,8 @@ class CocoMetric(BaseMetric):
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
         if self._ann_file is not None:
             number_of = {label: number for number, label in self._label_of_category.items()}
-        rows = []
-        for row in detections:
-            number = number_of.get(row["category_id"])
-            if number is not None:
-                rows.append({**row, "category_id": number})
+        known = [row for row in detections if row["category_id"] in number_of]
+        rows = [{**row, "category_id": number_of[row["category_id"]]} for row in known]
         path = f"{self.outfile_prefix}.bbox.json"
         write_atomically(path, json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")

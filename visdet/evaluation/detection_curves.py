@@ -50,8 +50,9 @@ class Matches:
             values: [m], one per match.
             known: selects the matches that count.
         """
-        values, scores = values[known], self.scores[known]
-        return np.interp(self.confidence[::-1], scores[::-1], _running_mean(values)[::-1])[::-1]
+        means = _running_mean(values[known])
+        scores = self.scores[known]
+        return np.interp(self.confidence[::-1], scores[::-1], means[::-1])[::-1]
 
     def mean_error(
         self, values: np.ndarray, known: np.ndarray | slice = slice(None), unreached: float = 1.0
@@ -85,11 +86,13 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
     scores, taken, frame_of, row_of = map(np.concatenate, zip(*columns, strict=True))
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
-    precision, confidence = np.zeros(101), np.zeros(101)
+    count = len(order)
+    precision = np.zeros(101)
+    confidence = precision
     if is_match.any():
         true_positives = np.cumsum(is_match)
         recall = true_positives / num_truths
-        precision = np.interp(_RECALLS, recall, true_positives / np.arange(1, len(order) + 1), right=0)
+        precision = np.interp(_RECALLS, recall, true_positives / np.arange(1, count + 1), right=0)
         confidence = np.interp(_RECALLS, recall, scores[order], right=0)
     matched = order[is_match]
     return Matches(
@@ -100,7 +103,7 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
         precision=precision,
         confidence=confidence,
         num_truths=num_truths,
-        num_false=len(order) - len(matched),
+        num_false=count - len(matched),
     )
 
 
@@ -150,14 +153,18 @@ def errors_of_matches(
     def matched(key: str, rows: np.ndarray) -> np.ndarray:
         return np.array([frames[frame][key][row] for frame, row in zip(matches.frames, rows, strict=True)])
 
-    predicted, truth = matched("boxes", matches.rows), matched("gt_boxes", matches.truth_rows)
-    sizes, true_sizes = predicted[:, 3:6], truth[:, 3:6]
+    rows = matches.rows
+    truth_rows = matches.truth_rows
+    predicted = matched("boxes", rows)
+    truth = matched("gt_boxes", truth_rows)
+    sizes = predicted[:, 3:6]
+    true_sizes = truth[:, 3:6]
     common = np.minimum(sizes, true_sizes).prod(axis=1)
     union = sizes.prod(axis=1) + true_sizes.prod(axis=1) - common
     turn = truth[:, 6] - predicted[:, 6]
     turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)
-    attributes = matched("gt_attributes", matches.truth_rows)
-    is_other = attributes != matched("attributes", matches.rows)
+    attributes = matched("gt_attributes", truth_rows)
+    is_other = attributes != matched("attributes", rows)
     return {
         "trans_err": np.linalg.norm(predicted[:, :2] - truth[:, :2], axis=1),
         "scale_err": 1 - common / union,
@@ -170,10 +177,11 @@ def errors_of_matches(
 def _running_mean(values: np.ndarray) -> np.ndarray:
     """Return the running mean of the values without NaN, or 1 everywhere if all values are NaN."""
     known = ~np.isnan(values)
+    size = len(values)
     if not known.any():
-        return np.ones(len(values))
+        return np.ones(size)
     counts = np.cumsum(known)
-    return np.divide(np.nancumsum(values), counts, out=np.zeros(len(values)), where=counts != 0)
+    return np.divide(np.nancumsum(values), counts, out=np.zeros(size), where=counts != 0)
 
 
 def average_precision(curve: Matches) -> float:

@@ -84,7 +84,8 @@ class DOTAMetric(CocoMetric):
             prefix=prefix,
         )
         self.eval_mode = eval_mode
-        for annotation in self._content["annotations"] if self._content else ():
+        content = self._content
+        for annotation in content["annotations"] if content else ():
             self._box_of(annotation)  # A mistake is found now, and not after the first epoch.
         shown = _SHOWN if iou_thrs is None else self.iou_thrs
         self.precisions = {"mAP": {}, **{f"AP{100 * iou:.3g}": {"iou": iou} for iou in shown}}
@@ -105,7 +106,8 @@ class DOTAMetric(CocoMetric):
         least = min(thresholds)
         images = found_in_images(truth, results, len(classes), _iou, least)
         report = report_of(images, classes, f"rotated IoU {least:g}")
-        nearest, num_truths = Nearest.of(images), [curve["num_truths"] for curve in report.classes.values()]
+        nearest = Nearest.of(images)
+        num_truths = [curve["num_truths"] for curve in report.classes.values()]
         recalls = _RECALLS if self.eval_mode == "11points" else None
         rows = [nearest.precisions(nearest.closeness > iou, num_truths, recalls) for iou in thresholds]
         precisions = np.where(num_truths, rows, -1.0)

@@ -84,7 +84,8 @@ class DrivingMetric(BaseMetric):
             found = {f"predicted {key}": prediction[key] for key in _PREDICTED if key in prediction}
             check_finite(name, DIVERGED, **found)
             self.check_true(sample)
-            time, pose = sample.get("timestamp"), sample.get("T_global")
+            time = sample.get("timestamp")
+            pose = sample.get("T_global")
             place = {
                 "scene_token": sample.get("scene_token"),
                 "timestamp": None if time is None else float(time),
@@ -201,11 +202,12 @@ class DrivingBoxMetric(DrivingMetric):
         Raises:
             InvalidInputError: true boxes are NaN or infinite.
         """
-        self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
+        true_boxes = as_array(sample["gt_bboxes_3d"])
+        self.check_true(sample, gt_bboxes_3d=true_boxes[:, :7])
         pose = np.asarray(sample["T_global"], dtype=np.float64)
         vehicle = sample.get("ego2global_translation", pose[:3, 3])
         objects = {
-            "gt_boxes": boxes_in_world(sample["gt_bboxes_3d"], pose),
+            "gt_boxes": boxes_in_world(true_boxes, pose),
             "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1).astype(np.int64),
             "boxes": boxes_in_world(prediction["boxes_3d"], pose)[kept],
             "scores": as_array(prediction["scores_3d"])[kept],
@@ -222,7 +224,8 @@ class DrivingBoxMetric(DrivingMetric):
             reaches: the distance in metres of each label. With 0, boxes of the label do not count.
         """
         reach = np.array([*reaches, 0.0])
-        objects, masks = frame["objects"], []
+        objects = frame["objects"]
+        masks = []
         for kind in ("gt_", ""):
             labels = objects[f"{kind}labels"]
             distance = np.linalg.norm(objects[f"{kind}boxes"][:, :2] - frame["vehicle"], axis=1)

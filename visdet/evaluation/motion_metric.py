@@ -96,17 +96,21 @@ class MotionMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the positions and trajectories of a frame."""
-        paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
-        boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
-        num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
+        paths = as_array(prediction["trajs_3d"])
+        steps = as_array(sample["gt_agent_fut_trajs"])
+        boxes = as_array(prediction["boxes_3d"])
+        gt_boxes = as_array(sample["gt_bboxes_3d"])
         shape = paths.shape
-        if shape != (len(boxes), *shape[1:2], num_steps, 2):
+        num_boxes = len(boxes)
+        num_true = len(gt_boxes)
+        num_steps = steps.shape[1] if len(steps) else shape[-2]
+        if shape != (num_boxes, *shape[1:2], num_steps, 2):
             raise InvalidInputError(
-                f"MotionMetric: frame {sample['token']}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got "
+                f"MotionMetric: frame {sample['token']}: trajs_3d must be [{num_boxes}, K, {num_steps}, 2], got "
                 f"{list(shape)}"
             )
-        steps = steps.reshape(len(gt_boxes), num_steps, 2)
-        known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
+        steps = steps.reshape(num_true, num_steps, 2)
+        known = as_array(sample["gt_agent_fut_masks"]).reshape(num_true, num_steps) > 0
         self.check_true(sample, gt_agent_fut_trajs=steps[known])
         kept = self.best_boxes(prediction, self.score_threshold)
         times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
@@ -123,12 +127,13 @@ class MotionMetric(DrivingBoxMetric):
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the four values of each merged class, for the model and for constant velocity."""
-        merged = [self.class_mapping.get(name) for name in self.names]
+        mapping = self.class_mapping
+        classes = self.names
+        merged = [mapping.get(name) for name in classes]
         names = list(dict.fromkeys(name for name in merged if name is not None))
         if not names:
             raise InvalidInputError(
-                f"MotionMetric: class_mapping must name one of {', '.join(self.names)}, "
-                f"got {', '.join(self.class_mapping)}"
+                f"MotionMetric: class_mapping must name one of {', '.join(classes)}, got {', '.join(mapping)}"
             )
         metrics: dict[str, float] = {}
         rows = []
@@ -173,8 +178,9 @@ def motion_scores(
     for frame in frames:
         taken = take_nearest(frame, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M)
         found += int((taken >= 0).sum())
-    if matches.num_truths:
-        scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / matches.num_truths
+    num_truths = matches.num_truths
+    if num_truths:
+        scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / num_truths
     return scores
 
 
@@ -202,9 +208,10 @@ def final_errors(frame: dict[str, np.ndarray]) -> np.ndarray:
 
     It is infinite if the future of the true box is unknown.
     """
-    known, paths, truth = frame["gt_known"], frame["paths"], frame["gt_paths"]
+    known = frame["gt_known"]
+    truth = frame["gt_paths"]
     last = known.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
     ends = truth[np.arange(len(truth)), last]
-    distances = np.linalg.norm(paths[:, :, last] - ends, axis=-1)  # [m, K, n]
+    distances = np.linalg.norm(frame["paths"][:, :, last] - ends, axis=-1)  # [m, K, n]
     distances[np.isnan(distances)] = np.inf
     return np.where(known.any(axis=1), distances.min(axis=1), np.inf)

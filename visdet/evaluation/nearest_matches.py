@@ -27,18 +27,23 @@ class Nearest(NamedTuple):
     @classmethod
     def of(cls, images: Sequence[Found]) -> "Nearest":
         """Return the predictions of images or frames."""
-        no_numbers, no_positions = np.zeros(0), np.zeros(0, int)
+        no_numbers = np.zeros(0)
+        no_positions = np.zeros(0, int)
         columns = [(no_positions, no_numbers, no_numbers, no_positions, np.zeros(0, bool))]
-        num_before, never = 0, -np.inf
+        num_before = 0
+        never = -np.inf
         for image in images:
-            closeness = np.where(image.predicted[:, None] == image.labels, image.closeness(), never)
+            predicted = image.predicted
+            labels = image.labels
+            closeness = np.where(predicted[:, None] == labels, image.closeness(), never)
             # There is a closest one.
             closeness = np.pad(closeness, ((0, 0), (0, 1)), constant_values=never)
-            truths, is_crowd = closeness.argmax(axis=1), np.append(image.is_crowd, False)
+            truths = closeness.argmax(axis=1)
+            is_crowd = np.append(image.is_crowd, False)
             columns.append(
-                (image.predicted, image.scores, closeness.max(axis=1), num_before + truths, is_crowd[truths])
+                (predicted, image.scores, closeness.max(axis=1), num_before + truths, is_crowd[truths])
             )
-            num_before += len(image.labels)
+            num_before += len(labels)
         found = cls(*map(np.concatenate, zip(*columns, strict=True)))
         order = np.argsort(-found.scores, kind="stable")
         return cls(*(column[order] for column in found))
@@ -63,7 +68,8 @@ class Nearest(NamedTuple):
             is_near: see :meth:`are_right`. num_truths: the number of true objects of each class, without crowds.
             recalls: see :func:`interpolated_precision`.
         """
-        right, counts = self.are_right(is_near), ~(is_near & self.is_on_crowd)
+        right = self.are_right(is_near)
+        counts = ~(is_near & self.is_on_crowd)
         precisions = []
         for label, number in enumerate(num_truths):
             of_class = right[counts & (self.predicted == label)]
@@ -79,7 +85,8 @@ def interpolated_precision(is_right: np.ndarray, num_truths: int, recalls: np.nd
         recalls: those over which the mean is taken. By default it is the area under the whole curve.
     """
     right = np.cumsum(is_right)
-    recall, precision = right / max(num_truths, 1), right / np.arange(1, len(right) + 1)
+    recall = right / max(num_truths, 1)
+    precision = right / np.arange(1, len(right) + 1)
     greatest = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
     if recalls is None:
         return float(np.diff(recall, prepend=0) @ greatest[:-1])

@@ -21,6 +21,19 @@ _ERROR_NAMES = {
 }
 # The errors that are not defined for a class.
 _UNDEFINED = {"traffic_cone": ("orient_err", "vel_err", "attr_err"), "barrier": ("vel_err", "attr_err")}
+# The attributes of a class when it stands and when it moves.
+_VEHICLE = ("vehicle.parked", "vehicle.moving")
+_CYCLE = ("cycle.without_rider", "cycle.with_rider")
+_ATTRIBUTES = {
+    "car": _VEHICLE,
+    "truck": _VEHICLE,
+    "trailer": _VEHICLE,
+    "construction_vehicle": _VEHICLE,
+    "bus": ("vehicle.stopped", "vehicle.moving"),
+    "bicycle": _CYCLE,
+    "motorcycle": _CYCLE,
+    "pedestrian": ("pedestrian.standing", "pedestrian.moving"),
+}
 _DISTANCES = (0.5, 1.0, 2.0, 4.0)
 _TP_DISTANCE = 2.0
 
@@ -74,7 +87,8 @@ class NuScenesMetric(DrivingBoxMetric):
             period = np.pi if name == "barrier" else 2 * np.pi
             curves = {distance: match_frames(frames, distance) for distance in _DISTANCES}
             precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
-            matches, mean = curves[_TP_DISTANCE], mean_of(list(precisions.values()))
+            matches = curves[_TP_DISTANCE]
+            mean = mean_of(list(precisions.values()))
             errors = mean_errors(frames, matches, period) | dict.fromkeys(_UNDEFINED.get(name, ()), np.nan)
             rows[name] = {"boxes": matches.num_truths, **precisions, "AP": mean, **errors}
         means = {}
@@ -94,24 +108,16 @@ def _of_class(frame: Objects, label: int, name: str) -> Objects:
 
 def _found_in_frame(frame: Objects) -> Found:
     closeness = partial(closeness_of, frame["boxes"], frame["gt_boxes"], _TP_DISTANCE)
-    is_crowd = np.zeros(len(frame["gt_labels"]), dtype=bool)
-    return Found(frame["gt_labels"], frame["labels"], frame["scores"], closeness, is_crowd)
+    labels = frame["gt_labels"]
+    is_crowd = np.zeros(len(labels), dtype=bool)
+    return Found(labels, frame["labels"], frame["scores"], closeness, is_crowd)
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
     """Return the attribute of each box that follows from its class and its speed."""
-    moving = np.linalg.norm(boxes[:, 7:9], axis=1) > 0.2
-    standing, driving = {
-        "car": ("vehicle.parked", "vehicle.moving"),
-        "truck": ("vehicle.parked", "vehicle.moving"),
-        "trailer": ("vehicle.parked", "vehicle.moving"),
-        "construction_vehicle": ("vehicle.parked", "vehicle.moving"),
-        "bus": ("vehicle.stopped", "vehicle.moving"),
-        "bicycle": ("cycle.without_rider", "cycle.with_rider"),
-        "motorcycle": ("cycle.without_rider", "cycle.with_rider"),
-        "pedestrian": ("pedestrian.standing", "pedestrian.moving"),
-    }.get(name, ("", ""))
-    return np.where(moving, driving, standing)
+    is_moving = np.linalg.norm(boxes[:, 7:9], axis=1) > 0.2
+    standing, moving = _ATTRIBUTES.get(name, ("", ""))
+    return np.where(is_moving, moving, standing)
 
 
 def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:

@@ -75,12 +75,14 @@ class PlanningMetric(DrivingMetric):
         """Return the distances and collisions [T] of the plan and of the baselines by name, if a frame is complete."""
         path = as_array(sample["gt_ego_fut_trajs"]).cumsum(axis=0)
         plan = as_array(prediction["final_planning"])
-        if plan.shape != path.shape:
+        expected = path.shape
+        given = plan.shape
+        if given != expected:
             raise InvalidInputError(
-                f"PlanningMetric: frame {sample['token']}: final_planning must be {list(path.shape)}, got "
-                f"{list(plan.shape)}"
+                f"PlanningMetric: frame {sample['token']}: final_planning must be {list(expected)}, got {list(given)}"
             )
-        boxes, num_steps = [as_array(step) for step in sample["fut_boxes"]], len(path)
+        boxes = [as_array(step) for step in sample["fut_boxes"]]
+        num_steps = len(path)
         frame: dict[str, Any] = {"complete": False, "steps": num_steps}
         if not as_array(sample["gt_ego_fut_masks"]).all() or len(boxes) < num_steps:
             return frame
@@ -89,10 +91,12 @@ class PlanningMetric(DrivingMetric):
         if "ego_status" in sample:
             status = as_array(sample["ego_status"])
             plans["constant_velocity_"] = constant_velocity_plan(status, num_steps, self.steps_per_second)
-        unavoidable = collides(path, boxes, self.ego_size, self.ego_offset)
+        size = self.ego_size
+        offset = self.ego_offset
+        unavoidable = collides(path, boxes, size, offset)
         frame |= {"complete": True, "truth_collision": unavoidable}
         for name, candidate in plans.items():
-            hits = collides(candidate, boxes, self.ego_size, self.ego_offset)
+            hits = collides(candidate, boxes, size, offset)
             frame[f"{name}L2"] = np.linalg.norm(candidate - path, axis=1)
             frame[f"{name}collision"] = hits & ~unavoidable
         return frame
@@ -104,13 +108,15 @@ class PlanningMetric(DrivingMetric):
         names = ["", "standing_still_"]
         if frames and all("constant_velocity_L2" in frame for frame in frames):
             names.append("constant_velocity_")
-        metrics: dict[str, float] = {"num_frames": len(frames)}
-        times = [f"{(t + 1) / self.steps_per_second:g}" for t in range(num_steps)]
+        num_frames = len(frames)
+        metrics: dict[str, float] = {"num_frames": num_frames}
+        per_second = self.steps_per_second
+        times = [f"{(t + 1) / per_second:g}" for t in range(num_steps)]
         rows = []
         for name in names:
             for kind in ("L2", "collision"):
                 steps = _mean_of_steps(frames, f"{name}{kind}", num_steps)
-                summary = horizons(steps, self.steps_per_second, kind)
+                summary = horizons(steps, per_second, kind)
                 if not name:
                     metrics |= {f"{kind}@{t}s": float(v) for t, v in zip(times, steps, strict=True)}
                 metrics |= {f"{name}{key}": value for key, value in summary.items()}
@@ -120,7 +126,7 @@ class PlanningMetric(DrivingMetric):
         truth = _mean_of_steps(frames, "truth_collision", num_steps)
         metrics["truth_collision"] = mean_of(truth)
         table = table_text(("plan", "", *(f"{t} s" for t in times), "UniAD", "VAD"), rows)
-        print_log(f"{table}{len(frames)} of {len(results)} frames are complete", logger="current")
+        print_log(f"{table}{num_frames} of {len(results)} frames are complete", logger="current")
         return metrics
 
 
@@ -147,7 +153,8 @@ def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, f
 
 def constant_velocity_plan(status: np.ndarray, num_steps: int, steps_per_second: int = 2) -> np.ndarray:
     """Return the positions [T, 2], in the lidar frame, of a vehicle that keeps the velocity in ``status`` [10]."""
-    ahead, left = status[6], status[7]
+    ahead = status[6]
+    left = status[7]
     return np.outer(np.arange(1, num_steps + 1) / steps_per_second, [-left, ahead])
 
 
@@ -176,7 +183,8 @@ def collides(
     yaw = headings(plan)
     own = np.zeros((len(plan), 7))
     own[:, :2] = plan + offset * turn_about_z(yaw)[:, 0].T
-    own[:, 3:5], own[:, 6] = size, yaw
+    own[:, 3:5] = size
+    own[:, 6] = yaw
     return np.array([boxes_intersect(box, others).any() for box, others in zip(own, boxes, strict=False)])
 
 
@@ -186,11 +194,13 @@ def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     Boxes that touch intersect. A box with NaN intersects nothing. Two rectangles are separate if and only if their
     projections onto an axis along a side of one of them are.
     """
-    mine, theirs = box_corners(box[None])[:, :4, :2], box_corners(others)[:, :4, :2]
+    mine = box_corners(box[None])[:, :4, :2]
+    theirs = box_corners(others)[:, :4, :2]
     meets = np.ones(len(others), dtype=bool)
     for corners in (mine, theirs):
         for neighbour in (1, 3):
             axis = corners[:, :1] - corners[:, neighbour : neighbour + 1]  # Its length does not matter.
-            here, there = (mine * axis).sum(axis=2), (theirs * axis).sum(axis=2)
+            here = (mine * axis).sum(axis=2)
+            there = (theirs * axis).sum(axis=2)
             meets &= (here.min(axis=1) <= there.max(axis=1)) & (there.min(axis=1) <= here.max(axis=1))
     return meets

@@ -64,17 +64,18 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
     # Predictions of equal scores are above a threshold together.
     negative, group = np.unique(-np.asarray(scores, float), return_inverse=True)
     scores = -negative  # the highest first
-    right, counts = np.cumsum(np.bincount(group, is_right)), np.cumsum(np.bincount(group))
+    size = len(scores)
+    right = np.cumsum(np.bincount(group, is_right))
+    counts = np.cumsum(np.bincount(group))
     precision = right / counts
     recall = right / max(num_truths, 1)
     f1 = 2 * right / (counts + num_truths)
     best = int(f1.argmax()) if f1.max(initial=0) > 0 else None
     record: dict[str, Any] = dict.fromkeys(("best_threshold", "best_f1", "best_precision", "best_recall"))
-    shown = np.unique(np.linspace(0, max(len(scores) - 1, 0), _MOST_POINTS).round().astype(int))[
-        : len(scores)
-    ]
+    shown = np.unique(np.linspace(0, max(size - 1, 0), _MOST_POINTS).round().astype(int))[:size]
     if best is not None:
-        below = scores[best + 1] if best + 1 < len(scores) else 0.0
+        following = best + 1
+        below = scores[following] if following < size else 0.0
         record = {
             "best_threshold": float((scores[best] + below) / 2),
             "best_f1": float(f1[best]),
@@ -110,11 +111,13 @@ class Found:
 
         The first prediction takes the closest free object of the class ``label``, or of any class, and so on.
         """
-        closeness, never = self.closeness()[rows], -np.inf
+        closeness = self.closeness()[rows]
+        never = -np.inf
         if label is not None:
             closeness[:, self.labels != label] = never
-        is_on_crowd = np.isfinite(closeness[:, self.is_crowd]).any(axis=1)
-        closeness[:, self.is_crowd] = never
+        crowds = self.is_crowd
+        is_on_crowd = np.isfinite(closeness[:, crowds]).any(axis=1)
+        closeness[:, crowds] = never
         taken = take_closest(closeness)
         return np.where((taken < 0) & is_on_crowd, -2, taken)
 
@@ -161,11 +164,14 @@ def report_of(
     found: list[list[tuple[np.ndarray, np.ndarray]]] = [
         [none] for _ in classes
     ]  # scores, and which are right
-    num_truths = np.zeros(len(classes), dtype=int)
+    num_classes = len(classes)
+    count_at = np.add.at
+    num_truths = np.zeros(num_classes, dtype=int)
     for frame in frames:
-        np.add.at(num_truths, frame.labels[~frame.is_crowd], 1)
-        for label in np.unique(frame.predicted):
-            rows = frame.best_first(frame.predicted == label)[:most_of_class]
+        count_at(num_truths, frame.labels[~frame.is_crowd], 1)
+        predicted = frame.predicted
+        for label in np.unique(predicted):
+            rows = frame.best_first(predicted == label)[:most_of_class]
             taken = frame.matches(rows, label)
             counts = taken > -2
             found[label].append((frame.scores[rows][counts], taken[counts] >= 0))
@@ -175,17 +181,20 @@ def report_of(
         curves[name] = score_curve(scores, right, number)
     # No score is above NaN, which None becomes.
     least = np.array([curve["best_threshold"] for curve in curves.values()], float)
-    num_columns = len(classes) + 1
+    num_columns = num_classes + 1
     confusion = np.zeros((num_columns, num_columns), dtype=np.int64)
     for frame in frames:
         rows = frame.best_first(frame.scores >= least[frame.predicted])
-        taken, predicted = frame.matches(rows), frame.predicted[rows]
+        taken = frame.matches(rows)
+        predicted = frame.predicted[rows]
+        labels = frame.labels
         is_matched = taken >= 0
-        matched, is_missed = taken[is_matched], ~frame.is_crowd
+        matched = taken[is_matched]
+        is_missed = ~frame.is_crowd
         is_missed[matched] = False
-        np.add.at(confusion, (frame.labels[matched], predicted[is_matched]), 1)
-        np.add.at(confusion[-1], predicted[taken == -1], 1)
-        np.add.at(confusion[:, -1], frame.labels[is_missed], 1)
+        count_at(confusion, (labels[matched], predicted[is_matched]), 1)
+        count_at(confusion[-1], predicted[taken == -1], 1)
+        count_at(confusion[:, -1], labels[is_missed], 1)
     return CurveReport(matched_by, curves, confusion)
 
 
@@ -247,18 +256,18 @@ def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path
     figure = Figure(figsize=(7, 6), layout="constrained")
     axis = figure.subplots()
     for name, curve in zip(names, classes.values(), strict=True):
-        if curve["best_threshold"] is None:
+        threshold = curve["best_threshold"]
+        if threshold is None:
             continue
         (line,) = axis.plot(
             curve["recall"],
             curve["precision"],
             linewidth=1.2,
-            label=f"{name}: F1 {curve['best_f1']:.2f} above {curve['best_threshold']:.2f}",
+            label=f"{name}: F1 {curve['best_f1']:.2f} above {threshold:.2f}",
         )
         axis.plot(curve["best_recall"], curve["best_precision"], "o", color=line.get_color())
-    axis.set(
-        xlim=(0, 1.01), ylim=(0, 1.01), xlabel="recall", ylabel="precision", title=f"matched by {matched_by}"
-    )
+    limits = (0, 1.01)
+    axis.set(xlim=limits, ylim=limits, xlabel="recall", ylabel="precision", title=f"matched by {matched_by}")
     axis.grid(alpha=0.3)
     if axis.lines and len(names) <= 40:
         axis.legend(prop=_font(names, font), loc="lower left")

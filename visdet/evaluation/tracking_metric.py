@@ -65,20 +65,23 @@ class TrackingMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ids and the positions in the world of a frame."""
-        self.check_true(sample, instance_id=sample["instance_id"], timestamp=sample["timestamp"])
-        true_ids, ids = (as_array(given) for given in (sample["instance_id"], prediction["instance_ids"]))
+        true_ids = as_array(sample["instance_id"])
+        ids = as_array(prediction["instance_ids"])
+        time = sample["timestamp"]
+        self.check_true(sample, instance_id=true_ids, timestamp=time)
         kept = self.best_boxes(prediction, self.score_threshold)
         no_scores = np.zeros(len(true_ids))
         frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, gt_scores=no_scores, ids=ids[kept])
-        return frame | {"scene": sample["scene_token"], "time": float(sample["timestamp"])}
+        return frame | {"scene": sample["scene_token"], "time": float(time)}
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""
         scenes: dict[str, list[dict]] = {}
         for frame in sorted(results, key=itemgetter("time")):
             scenes.setdefault(frame["scene"], []).append(frame)
-        labels = {label: name for label, name in enumerate(self.names) if name not in _NOT_TRACKED}
-        reaches = [0.0 if name in _NOT_TRACKED else self.range_of(name) for name in self.names]
+        names = self.names
+        labels = {label: name for label, name in enumerate(names) if name not in _NOT_TRACKED}
+        reaches = [0.0 if name in _NOT_TRACKED else self.range_of(name) for name in names]
         tracks = [self._tracks(scene, reaches) for scene in scenes.values()]
         rows: dict[str, dict[str, float]] = {}
         for label, name in labels.items():
@@ -125,10 +128,11 @@ def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float
     motar = [point.motar for point in curve]
     motp = np.nan_to_num([point.motp for point in curve], nan=_MAX_DISTANCE_M)
     best = max(curve, key=attrgetter("mota", "objects"))
+    switches = best.switches
     return {
         "AMOTA": mean_of(motar),
         "AMOTP": mean_of(motp),
         "MOTA": best.mota,
-        "recall": (best.matches + best.switches) / max(best.objects, 1),
-        "IDS": best.switches,
+        "recall": (best.matches + switches) / max(best.objects, 1),
+        "IDS": switches,
     }

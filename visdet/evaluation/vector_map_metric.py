@@ -62,9 +62,10 @@ class VectorMapMetric(DrivingMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the lines of a frame."""
-        self.check_true(sample, vectors=sample["vectors"])
+        true_lines = sample["vectors"]
+        self.check_true(sample, vectors=true_lines)
         lines, usable = _longer_than_a_point(prediction["vectors"])
-        truth, is_line = _longer_than_a_point(sample["vectors"])
+        truth, is_line = _longer_than_a_point(true_lines)
         scores, labels = (as_array(prediction[key]).reshape(-1)[usable] for key in ("scores", "labels"))
         return {
             "gt_lines": truth,
@@ -86,12 +87,14 @@ class VectorMapMetric(DrivingMetric):
         precisions = [nearest.precisions(is_near, num_truths) for is_near in are_near]
         middle = len(thresholds) // 2
         right = nearest.are_right(are_near[middle])
-        curves, rows = {}, {}
+        curves = {}
+        rows = {}
         for label, name in enumerate(classes):
             mine = nearest.predicted == label
-            curves[name] = score_curve(nearest.scores[mine], right[mine], num_truths[label])
+            count = num_truths[label]
+            curves[name] = score_curve(nearest.scores[mine], right[mine], count)
             values = [of_classes[label] for of_classes in precisions]
-            rows[name] = {"lines": num_truths[label]} | {
+            rows[name] = {"lines": count} | {
                 f"AP@{threshold}": value for threshold, value in zip(thresholds, values, strict=True)
             }
             rows[name]["AP"] = mean_of(values)
@@ -102,10 +105,12 @@ class VectorMapMetric(DrivingMetric):
     def _found(self, frame: dict[str, Any]) -> Found:
         """Return the lines of a frame, whose closeness is the negative distance."""
         truth, lines = (_resample_all(frame[key], self.num_points) for key in ("gt_lines", "lines"))
-        is_same = frame["labels"][:, None] == frame["gt_labels"]
+        labels = frame["labels"]
+        true_labels = frame["gt_labels"]
+        is_same = labels[:, None] == true_labels
         distances = _distances(lines, truth, max(self.thresholds), is_same)
         is_crowd = np.zeros(len(truth), dtype=bool)
-        return Found(frame["gt_labels"], frame["labels"], frame["scores"], (-distances).copy, is_crowd)
+        return Found(true_labels, labels, frame["scores"], (-distances).copy, is_crowd)
 
 
 def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -120,8 +125,10 @@ def _distances(lines: np.ndarray, truth: np.ndarray, reach: float, is_same: np.n
 
     They are infinite if bounding boxes are farther apart than ``reach``, or where ``is_same`` [m, n] is False.
     """
-    low, high = lines.min(axis=1)[:, None], lines.max(axis=1)[:, None]
-    truth_low, truth_high = truth.min(axis=1)[None], truth.max(axis=1)[None]
+    low = lines.min(axis=1)[:, None]
+    high = lines.max(axis=1)[:, None]
+    truth_low = truth.min(axis=1)[None]
+    truth_high = truth.max(axis=1)[None]
     gap = np.maximum(np.maximum(low - truth_high, truth_low - high), 0)
     distances = np.full((len(lines), len(truth)), np.inf)
     for i, j in zip(*np.nonzero(is_same & (np.linalg.norm(gap, axis=-1) <= reach)), strict=True):
