@@ -82,6 +82,12 @@ def living_objects_are_frozen():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def random_numbers_are_the_same():
+    """Let each test draw the same numbers from torch, whatever has run before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def deterministic_for_a_test(monkeypatch):
     """Let a test train deterministically, and the others as before."""

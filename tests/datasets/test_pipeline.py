@@ -21,7 +21,6 @@ def colour_image(seed=0, shape=(3, 11, 13)):
 
 
 def test_photometric_distortion_keeps_dtype_shape_and_range():
-    torch.manual_seed(0)
     distort = TRANSFORMS.build(dict(type="PhotoMetricDistortion"))
     image = colour_image()
     outputs = [distort(dict(img=image.clone()))["img"] for _ in range(40)]
@@ -75,7 +74,6 @@ def detr_data(tmp_path):
 
 
 def test_the_detr_recipe(detr_data):
-    torch.manual_seed(0)
     dataset = DATASETS.build(detr_data)
     cropped = 0
     for index in [0, 1, 2] * 8:

@@ -38,7 +38,6 @@ def test_the_second_function_runs_on_the_side_stream_after_all_work_before():
 
 @pytest.mark.cuda
 def test_a_graph_of_two_branches_gives_the_values_and_gradients_of_one():
-    torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64, device="cuda") for _ in range(6)]
     x = torch.randn(3000, 64, device="cuda")
     parameters = [parameter for layer in layers for parameter in layer.parameters()]

@@ -46,7 +46,6 @@ def test_conv_module_names(norm_cfg, expected):
 
 
 def test_conv_module_is_conv_norm_activation():
-    torch.manual_seed(0)
     block = ConvModule(3, 4, 3, padding=1, norm_cfg={"type": "GN", "num_groups": 2})
     x = torch.randn(2, 3, 5, 7)
     torch.testing.assert_close(block(x), torch.relu(block.gn(block.conv(x))))
@@ -95,7 +94,6 @@ def test_bad_calls(call, error, message):
 
 
 def test_ffn_names_and_sum():
-    torch.manual_seed(0)
     ffn = FFN(8, 12)
     assert names(ffn) == {f"layers.{i}.{p}" for i in ("0.0", "1") for p in ("weight", "bias")}
     x, identity = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -121,7 +119,6 @@ def test_positional_encoding_golden(name):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", ["bool", "float", "of_heads", "padding", "padding_and_float", "none"])
 def test_multihead_attention_is_that_of_torch(kind, batch_first):
-    torch.manual_seed(0)
     attention = MultiheadAttention(8, 2, batch_first=batch_first).eval()
     query, key, value = torch.randn(3, 4, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
     masks = {}

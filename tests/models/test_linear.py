@@ -12,7 +12,6 @@ from visdet.models.layers.linear import Linear, are_alike, each_of_its_own
 @pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "by_the_operator"), [(8191, False), (8192, True)])
 def test_many_rows_are_computed_by_the_operator(rows, by_the_operator):
-    torch.manual_seed(0)
     layer = Linear(16, 8).cuda()
     stock = copy.deepcopy(layer)
     stock.__class__ = nn.Linear

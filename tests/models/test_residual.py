@@ -36,7 +36,6 @@ def arguments(kind, device):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_layer_normalises_its_own_sum(kind, norm, trains, device):
-    torch.manual_seed(0)
     layer = layers(0.0 if trains else 0.5)[kind].to(device).train(trains)
     norm = NORMS[norm].to(device)
     x, more = torch.randn(2, 5, 32, device=device), arguments(kind, device)

@@ -32,7 +32,6 @@ def test_names_and_shapes_are_torchvisions(depth):
 @torch.no_grad()
 @pytest.mark.parametrize("depth", [18, 50])
 def test_features_are_torchvisions(depth):
-    torch.manual_seed(0)
     theirs = torchvision.models.get_model(f"resnet{depth}").eval()
     ours = ResNet(depth).eval()
     ours.load_state_dict(theirs.state_dict(), strict=False)

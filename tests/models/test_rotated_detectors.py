@@ -51,7 +51,6 @@ def loss_of(name, pred, target, whwh=WHWH, **options):
 
 
 def test_the_coder_round_trips():
-    torch.manual_seed(0)
     boxes = drawn(2, 7)
     unit = CODER.to_unit(boxes, WHWH)
     assert ((unit[..., :4] > 0) & (unit[..., :4] < 1)).all()
@@ -64,7 +63,6 @@ def test_the_coder_round_trips():
 
 @pytest.mark.parametrize("version, low, high", [("le90", -2, 2), ("le135", -1, 3), ("oc", 0, 2)])
 def test_predictions_are_boxes_of_the_original_image(version, low, high):
-    torch.manual_seed(0)
     boxes = drawn(1, 50)
     boxes[..., 4] *= 9
     found = RotatedBoxCoder(version).detected(CODER.to_unit(boxes, WHWH), WHWH, torch.full((1, 1, 4), 0.5))
@@ -76,7 +74,6 @@ def test_predictions_are_boxes_of_the_original_image(version, low, high):
 
 
 def test_denoising_moves_sides_in_the_direction_of_the_box():
-    torch.manual_seed(0)
     boxes, shift = drawn(1, 9), torch.rand(1, 9, 5) - 0.5
     shift[..., 4] = 0
     upright = torch.cat((boxes[..., :4], torch.zeros(1, 9, 1)), -1)
@@ -94,7 +91,6 @@ def test_denoising_moves_sides_in_the_direction_of_the_box():
 
 def test_attention_turns_with_its_reference():
     """A quarter turn of the maps and the references leaves the result, and an angle of 0 is an upright box."""
-    torch.manual_seed(0)
     attention = MultiScaleDeformableAttention(12, 3, 2, [2, 3], dropout=0.0, batch_first=True).eval()
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -121,7 +117,6 @@ def test_attention_turns_with_its_reference():
 
 
 def test_gaussian_distances_by_matrices():
-    torch.manual_seed(0)
     pred, target = drawn(8).double(), drawn(8).double()
 
     def spread(
@@ -164,7 +159,6 @@ def test_sides_swap_if_asked(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_quarter_turn_of_everything_changes_no_loss(name):
-    torch.manual_seed(0)
     pred, target = drawn(1, 20), drawn(1, 20)
     expected = loss_of(name, pred, target)
     right = loss_of(name, turned_right(pred), turned_right(target), TURNED_WHWH)
@@ -192,7 +186,6 @@ def targets_of(boxes):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_costs_are_the_losses_of_pairs(name):
-    torch.manual_seed(0)
     pred, true = drawn(3, 1, 6), drawn(1, 4)
     cost = TASK_UTILS.build({"type": "RotatedBoxCost", "loss": LOSSES[name], "weight": 2.0})
     found = cost.pairwise(torch.zeros(3, 1, 6, 2), pred, targets_of(true))

@@ -376,7 +376,6 @@ def test_taps_of_the_padding_have_no_gradient(modulated, backend):
 
 @pytest.mark.parametrize("use_deform", [False, True])
 def test_saconv_blends_two_dilations(use_deform):
-    torch.manual_seed(0)
     layer = SAConv2d(3, 5, 3, padding=1, bias=False, use_deform=use_deform)
     x = torch.randn(1, 3, 8, 8)
     flat = layer.weight.flatten(1)

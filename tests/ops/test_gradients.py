@@ -114,7 +114,6 @@ def test_gradients_of_a_random_problem_numerically(name):
 @pytest.mark.parametrize("name", ONCE)
 def test_no_gradient_is_differentiated(name, allow_unused):
     """That of a plain sum is not either: there the gradient of the result is a constant, but the arguments count."""
-    torch.manual_seed(0)
     function, first, _ = call_of(name)
     first.requires_grad_()
     is_linear = name in ("roi_align", "roi_pool")  # in the map, so that the gradient of a sum is a constant
@@ -149,7 +148,6 @@ def assert_recomputed_gradients_are_equal(function, leaf, **options):
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_under_activation_checkpointing(name, create_graph, device):
-    torch.manual_seed(0)
     function, first, _ = call_of(name, device)
     assert_recomputed_gradients_are_equal(function, first.requires_grad_(), create_graph=create_graph)
 
@@ -183,7 +181,6 @@ ON_CPU = ("autocast_linear",)
     + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NODES],
 )
 def test_nodes_are_not_differentiated_twice_either(name, device):
-    torch.manual_seed(0)
     leaf = torch.randn(1, 3, 8, device=device, requires_grad=True)
     output = NODES[name](leaf)
     (grad,) = torch.autograd.grad((output * torch.rand_like(output)).sum(), leaf, create_graph=True)
@@ -218,7 +215,6 @@ def test_forward_mode_derivatives_are_refused(name, has_grad):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 def test_a_trace_holds_the_operator(tmp_path):
-    torch.manual_seed(0)
     value, levels, _, *rest = attention_arguments()
     traced = torch.jit.trace(lambda v, *r: ms_deform_attn(v, SHAPES, STARTS, *r), (value, *rest))
     traced.save(str(tmp_path / "traced.pt"))
@@ -228,7 +224,6 @@ def test_a_trace_holds_the_operator(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_calls_the_operator_entry_by_entry():
-    torch.manual_seed(0)
     value, levels, _, *rest = attention_arguments()
     stacked = torch.stack([value, value * 2])
     out = torch.func.vmap(lambda v: ms_deform_attn(v, SHAPES, STARTS, *rest))(stacked)

@@ -180,7 +180,6 @@ def test_carafe_pack_starts_as_a_mean():
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_masked_convolution_is_the_convolution_where_marked(share):
-    torch.manual_seed(0)
     layer = MaskedConv2d(3, 4, (3, 5), padding=(1, 2)).double()
     x = torch.randn(2, 3, 6, 7, dtype=torch.float64)
     mask = (torch.rand(2, 6, 7) < share).float()

@@ -7,7 +7,6 @@ from visdet.models.sparsedrive.mlp import SideBySide, linear_relu_ln
 
 
 def test_perceptrons_side_by_side(device):
-    torch.manual_seed(0)
     widths, inputs = (16, 4, 4, 8), (3, 3, 2, 3)
     modules = [
         nn.Sequential(*linear_relu_ln(width, 1, 3, count)).to(device)

@@ -68,7 +68,6 @@ def test_box_code_by_hand():
 
 
 def test_anchors_keep_float32_under_autocast():
-    torch.manual_seed(0)
     encoder = SparseBox3DEncoder([8, 4, 4, 4], mode="cat", output_fc=False)
     refine = SparseBox3DRefinementModule(20, refine_yaw=True, with_quality_estimation=True)
     anchor = torch.randn(1, 3, 11) * 30

@@ -87,7 +87,6 @@ def test_grid_mask_blanks_stripes():
 
 
 def test_grid_mask_applies_as_often_as_asked():
-    torch.manual_seed(0)
     mask, images = GridMask(prob=0.3), torch.ones(1, 1, 32, 32)
     changed = sum(bool((mask(images) != images).any()) for _ in range(400))
     assert 80 < changed < 160
@@ -95,7 +94,6 @@ def test_grid_mask_applies_as_often_as_asked():
 
 
 def test_fpn_keys_and_sums():
-    torch.manual_seed(0)
     neck = FPN([4, 6], 5, num_outs=4, add_extra_convs="on_output", relu_before_extra_convs=True).eval()
     assert [name for name, _ in neck.named_parameters()] == [
         f"{group}.{i}.conv.{kind}"
@@ -122,7 +120,6 @@ def test_fpn_extra_levels(how):
 
 
 def test_fpn_groups_are_those_of_the_3x3_convolutions():
-    torch.manual_seed(0)
     neck = FPN([4, 8], 6, num_outs=3, add_extra_convs="on_output", out_groups=6)
     assert [conv.conv.groups for conv in neck.lateral_convs] == [1, 1]
     assert [tuple(conv.conv.weight.shape) for conv in neck.fpn_convs] == [(6, 1, 3, 3)] * 3
