@@ -5,6 +5,7 @@ import torch
 from calls import captured, in_order, kept_for_backward
 from torch import Tensor
 from torch.library import opcheck
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz.check import bits, numbers_of
@@ -110,7 +111,7 @@ def test_autocast_changes_no_number_and_no_type(name, device):
             expected = results(name, problem)
             with torch.autocast(device, torch.bfloat16):
                 found = results(name, problem)
-        torch.testing.assert_close(found, expected, equal_nan=True)  # types, too
+        assert_close(found, expected, equal_nan=True)  # types, too
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -119,7 +120,7 @@ def test_another_default_device_changes_nothing(name):
         expected = results(name, problem)
         with torch.device("meta"):
             found = results(name, problem)
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert_close(found, expected, equal_nan=True)
 
 
 def sound_problems(name, device, count):
@@ -169,7 +170,7 @@ def test_a_graph_repeats_a_step(name, number):
     graph.replay()
     first.copy_(numbers)
     graph.replay()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda(devices=2)
@@ -178,7 +179,7 @@ def test_a_second_gpu_serves_while_the_first_is_current(name, number):
     found = results(name, problem_of(name, number, 5, "cuda:1"))
     assert torch.cuda.current_device() == 0 and all(one.device.index == 1 for one in found)
     expected = results(name, problem_of(name, number, 5, "cpu"))
-    torch.testing.assert_close([one.cpu() for one in found], expected, rtol=1e-4, atol=1e-4)
+    assert_close([one.cpu() for one in found], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda
@@ -215,4 +216,4 @@ def test_plain_torch_serves_where_the_library_is_missing(name, monkeypatch):
     expected = [results(name, problem) for problem in problems]
     monkeypatch.setattr(_library, "is_loaded", lambda name: False)
     for problem, wanted in zip(problems, expected, strict=True):
-        torch.testing.assert_close(results(name, problem), wanted, rtol=1e-2, atol=1e-2, equal_nan=True)
+        assert_close(results(name, problem), wanted, rtol=1e-2, atol=1e-2, equal_nan=True)

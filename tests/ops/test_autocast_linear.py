@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
@@ -80,7 +81,7 @@ def test_the_output_may_be_changed_in_place(device):
 
     found = results(changed(autocast_linear), input, weight, bias, torch.bfloat16)
     expected = results(changed(under_autocast), input, weight, bias, torch.bfloat16)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_the_input_without_a_gradient_gets_none():
@@ -101,7 +102,7 @@ def test_a_backward_under_autocast_is_the_same(device, dtype):
             grads.append(torch.autograd.grad(output, given, torch.full_like(output, 300.0)))
     for outside, *under in zip(*grads, strict=True):
         for one in under:
-            torch.testing.assert_close(one, outside, rtol=0, atol=0)
+            assert_close(one, outside, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -115,12 +116,12 @@ def test_relu_and_dropout_after_the_layer(device, p, dtype):
     share = float(kept.sum() / (linear > 0).sum())
     assert (p == 0) == (share == 1) and abs(share - (1 - p)) < 0.05
     expected = torch.where(kept, linear.relu() / (1 - p), 0)
-    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    assert_close(output, expected, rtol=2e-2, atol=2e-2)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     found, right = (torch.autograd.grad(one, given, gradient) for one in (output, expected))
     for a, b in zip(found, right, strict=True):
         assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+        assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
 def half(tensor):

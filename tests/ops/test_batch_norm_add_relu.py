@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from calls import refusals
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
@@ -184,7 +185,7 @@ def test_kernels_serve_and_repeat_every_bit(shape, dtype, has_residual, relu):
     )
     assert is_ours(output) and output.is_contiguous(memory_format=torch.channels_last)
     assert [x.dtype for x in (output, *grads)] == [dtype, *(x.dtype for x in leaves)]
-    torch.testing.assert_close(again, (output, grads), rtol=0, atol=0)
+    assert_close(again, (output, grads), rtol=0, atol=0)
 
 
 @pytest.mark.cuda
@@ -194,7 +195,7 @@ def test_the_variance_is_exact_beside_a_large_mean(offset):
     running = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda")
     output = batch_norm_add_relu(x, None, weight, bias, *running, relu=False, momentum=1.0)
     expected = composed(x.double(), weight.double(), bias.double(), relu=False)
-    torch.testing.assert_close(running[1].double(), x.double().var((0, 2, 3)), rtol=1e-5, atol=0)
+    assert_close(running[1].double(), x.double().var((0, 2, 3)), rtol=1e-5, atol=0)
     # A mean in float32 is off by up to half a unit in its last place.
     assert (output - expected).abs().max() <= 5 * abs(offset) * 2**-24 + 1e-5
 
@@ -232,7 +233,7 @@ def test_the_result_may_be_changed_in_place():
     x, residual, weight, bias = draw((2, 16, 6, 4), torch.float32, "cuda")
     output = batch_norm_add_relu(x, None, weight, bias, relu=False)
     assert is_ours(output) and output.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(output.relu_(), composed(x, weight, bias), rtol=1e-5, atol=1e-5)
+    assert_close(output.relu_(), composed(x, weight, bias), rtol=1e-5, atol=1e-5)
     output.sum().backward()
     assert x.grad is not None
     # The gradient of this result is computed from the result itself.
@@ -250,7 +251,7 @@ def test_gradients_without_a_kernel_have_gradients_and_transforms():
     assert torch.autograd.gradgradcheck(batch_norm_add_relu, leaves)
     by_function = torch.func.grad(lambda x: batch_norm_add_relu(x, *tensors[1:]).square().sum())(tensors[0])
     (by_graph,) = torch.autograd.grad(batch_norm_add_relu(*leaves).square().sum(), leaves[:1])
-    torch.testing.assert_close(by_function, by_graph)
+    assert_close(by_function, by_graph)
 
 
 NORMALIZED = torch.ones(2, 8, 3, 3), None, torch.ones(8), torch.ones(8), None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.boxes import FLAT, boxes_in_space, overlap, turned
@@ -293,13 +294,11 @@ def test_shapely_agrees(backend):
             [[p.intersection(q).area for q in polygons] for p in polygons], dtype=torch.float64
         )
         areas = torch.tensor([p.area for p in polygons], dtype=torch.float64)
-        torch.testing.assert_close(found(given, given, "area"), shared, rtol=0, atol=1e-12)
+        assert_close(found(given, given, "area"), shared, rtol=0, atol=1e-12)
         iou = shared / (areas[:, None] + areas - shared)
-        torch.testing.assert_close(found(given, given), iou, rtol=0, atol=1e-12)
-        torch.testing.assert_close(found(given, given, "iof"), shared / areas[:, None], rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            found(given, given.flip(0), aligned=True), iou.flip(1).diagonal(), rtol=0, atol=1e-12
-        )
+        assert_close(found(given, given), iou, rtol=0, atol=1e-12)
+        assert_close(found(given, given, "iof"), shared / areas[:, None], rtol=0, atol=1e-12)
+        assert_close(found(given, given.flip(0), aligned=True), iou.flip(1).diagonal(), rtol=0, atol=1e-12)
 
 
 def test_what_is_no_number_overlaps_nothing(backend):

@@ -5,6 +5,7 @@ import math
 import torch
 from calls import assert_matches, refusals
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, Seeded, largest, rand
@@ -93,8 +94,8 @@ def test_one_box_by_hand(device):
     logits = torch.tensor([0.0, math.log(3), 0], device=device)  # sigmoid(log 3) = 3 / 4
     points = box_key_points(anchor[None, None], fixed, logits[None, None])
     expected = torch.tensor([[10.0, 20, 3], [10, 22, 3], [9, 20, 2.5], [9.5, 20, 3]], device=device)
-    torch.testing.assert_close(points, expected[None, None])
-    torch.testing.assert_close(box_key_points(anchor[None, None], fixed), expected[None, None, :3])
+    assert_close(points, expected[None, None])
+    assert_close(box_key_points(anchor[None, None], fixed), expected[None, None, :3])
 
 
 def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
@@ -104,7 +105,7 @@ def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
     limited[0, 0, 3] = 1.5
     leaf = anchors.requires_grad_()
     out = box_key_points(leaf, fixed, logits, 1.5)
-    torch.testing.assert_close(out, box_key_points(limited, fixed, logits, 1.5))
+    assert_close(out, box_key_points(limited, fixed, logits, 1.5))
     (grad,) = torch.autograd.grad(out.sum(), leaf)
     assert grad[0, 0, 3] == 0 and (grad[0, :, :3] == 13).all() and (grad[0, :, 8:] == 0).all()
 

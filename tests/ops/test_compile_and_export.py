@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import rand
@@ -115,14 +116,14 @@ def test_compiles_whole_for_any_size(layer, inputs_of):
     for size in SIZES:
         inputs = [one.requires_grad_(one.is_floating_point()) for one in inputs_of(size)]
         expected, found = layer(*inputs), compiled(*inputs)
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert_close(found, expected, equal_nan=True)
         if isinstance(expected, torch.Tensor) and expected.requires_grad:
             leaves = [one for one in inputs if one.requires_grad]
             grads = [
                 torch.autograd.grad(out.square().sum(), leaves, allow_unused=True, materialize_grads=True)
                 for out in (found, expected)
             ]
-            torch.testing.assert_close(*grads, equal_nan=True)
+            assert_close(*grads, equal_nan=True)
 
 
 @pytest.mark.parametrize(("layer", "inputs_of"), CASES)
@@ -137,4 +138,4 @@ def test_exports_with_a_size_that_changes(layer, inputs_of):
     ).module()
     for size in SIZES:
         inputs = inputs_of(size)
-        torch.testing.assert_close(program(*inputs), layer(*inputs), equal_nan=True)
+        assert_close(program(*inputs), layer(*inputs), equal_nan=True)

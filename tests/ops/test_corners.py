@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulation import called
+from torch.testing import assert_close
 
 PROGRAM = """
 #include "common/corners.cuh"
@@ -71,11 +72,11 @@ def test_corners_and_weights_are_those_of_grid_sample(library, H, W):
     samples = (image.flatten()[texels] * weights).sum(1)
     grid = (xy[None, None, :-3] * 2 + 1) / size - 1
     expected = F.grid_sample(image[None, None], grid, align_corners=False).flatten()
-    torch.testing.assert_close(samples[:-3], expected, rtol=1e-12, atol=1e-12)
+    assert_close(samples[:-3], expected, rtol=1e-12, atol=1e-12)
     assert samples[-3:].tolist() == [0, 0, 0]
     does_count = ((xy > -1) & (xy < size)).all(1)
     assert torch.equal(counts > 0, does_count)
-    torch.testing.assert_close(fractions[does_count], xy[does_count] % 1, rtol=0, atol=1e-12)
+    assert_close(fractions[does_count], xy[does_count] % 1, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("fx, fy", FRACTIONS)
@@ -85,9 +86,9 @@ def test_factors_of_a_corner_are_its_weight_and_the_slopes_of_the_weight(library
     factors = torch.stack([found(library.factors_of, 3, k, fx, fy) for k in range(4)])
     slopes = torch.autograd.functional.jacobian(weights_of_corners, at)
     expected = torch.stack([weights_of_corners(*at), *slopes], 1)
-    torch.testing.assert_close(factors, expected, rtol=0, atol=1e-15)
+    assert_close(factors, expected, rtol=0, atol=1e-15)
     scaled = found(library.scaled_weights, 4, -1.5, fx, fy)
-    torch.testing.assert_close(scaled, -1.5 * factors[:, 0], rtol=0, atol=1e-15)
+    assert_close(scaled, -1.5 * factors[:, 0], rtol=0, atol=1e-15)
     numbers = torch.tensor([0.3, -1.2, 2.5, 0.8], dtype=torch.float64)
     interpolated = found(library.interpolated, 3, numbers, fx, fy)
-    torch.testing.assert_close(interpolated, numbers @ factors, rtol=0, atol=1e-14)
+    assert_close(interpolated, numbers @ factors, rtol=0, atol=1e-14)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.fuzz.mistakes import mistakes
 from tests.fuzz.operators import OPERATORS
@@ -194,10 +195,10 @@ def test_overlaps_and_boxes_do_not_depend_on_the_origin(size, origin):
         return points * size + origin
 
     for one, other in zip(ops.convex_giou(SETS, QUADS), ops.convex_giou(at(SETS), at(QUADS)), strict=True):
-        torch.testing.assert_close(other * (1 if one.dim() == 1 else size), one, rtol=0, atol=1e-6)
-    torch.testing.assert_close(ops.convex_iou(at(SETS), at(QUADS)), ops.convex_iou(SETS, QUADS))
+        assert_close(other * (1 if one.dim() == 1 else size), one, rtol=0, atol=1e-6)
+    assert_close(ops.convex_iou(at(SETS), at(QUADS)), ops.convex_iou(SETS, QUADS))
     box = (ops.min_area_polygons(at(SETS)) - origin) / size
-    torch.testing.assert_close(box, ops.min_area_polygons(SETS), rtol=0, atol=1e-5)
+    assert_close(box, ops.min_area_polygons(SETS), rtol=0, atol=1e-5)
     found = []
     for first, scale in (
         (BOXES, 1),
@@ -207,7 +208,7 @@ def test_overlaps_and_boxes_do_not_depend_on_the_origin(size, origin):
         overlap = ops.diff_iou_rotated_2d(leaf, first.flip(1))
         (grad,) = torch.autograd.grad(overlap.sum(), leaf)
         found.append((overlap.detach(), grad[..., :4] * scale))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
 def test_a_point_beside_a_side_lies_there_far_from_the_origin_too():

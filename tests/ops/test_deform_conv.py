@@ -17,6 +17,7 @@ from calls import (
 )
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, largest, rand, wide_of
@@ -260,11 +261,11 @@ def test_values_are_torchvisions(name, backend):
     rest, groups = case.settings[:3], (case.groups, case.G)
     expected = torchvision_ops.deform_conv2d(x, offset, weight, None, *rest, mask)
     if mask is None:
-        torch.testing.assert_close(deform_conv2d(x, offset, weight, *rest, *groups), expected)
+        assert_close(deform_conv2d(x, offset, weight, *rest, *groups), expected)
     else:
         bias = torch.arange(float(case.M)).double()
         found = modulated_deform_conv2d(x, offset, mask, weight, bias, *rest, *groups)
-        torch.testing.assert_close(found, expected + bias[:, None, None])
+        assert_close(found, expected + bias[:, None, None])
 
 
 def test_plain_torch_counts_pixels_beyond_float32():
@@ -283,18 +284,18 @@ def test_the_offset_decides_the_type(dtype, backend):
     out = modulated_deform_conv2d(x, offset.to(dtype), *rest, 2, 2)
     assert out.dtype == dtype
     expected = modulated_deform_conv2d(x, offset.to(dtype).float(), *rest, 2, 2)
-    torch.testing.assert_close(out, expected.to(dtype))
+    assert_close(out, expected.to(dtype))
 
 
 def test_packs_start_as_plain_convolutions():
     x = torch.randn(2, 4, 6, 6)
     layer = DeformConv2dPack(4, 8, 3, padding=1, deform_groups=2)
     assert layer.conv_offset.out_channels == 2 * 2 * 9
-    torch.testing.assert_close(layer(x), F.conv2d(x, layer.weight, padding=1), rtol=1e-4, atol=1e-5)
+    assert_close(layer(x), F.conv2d(x, layer.weight, padding=1), rtol=1e-4, atol=1e-5)
     modulated = ModulatedDeformConv2dPack(4, 8, 3, padding=1, deform_groups=2)
     assert modulated.conv_offset.out_channels == 2 * 3 * 9
     expected = F.conv2d(x, modulated.weight, padding=1) / 2
-    torch.testing.assert_close(modulated(x), expected, rtol=1e-4, atol=1e-5)
+    assert_close(modulated(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def _version_one(model):
@@ -336,7 +337,7 @@ def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path)
         else:
             torch.save(dict(state_dict=state), tmp_path / "version_1.pth")
             checkpoint.load_checkpoint(model, str(tmp_path / "version_1.pth"), "cpu", strict=True)
-    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    assert_close(model.state_dict(), expected, rtol=0, atol=0)
     copied = copy.deepcopy(model)
     copied.load_state_dict(_version_one(model))  # the copy renames too
     model.load_state_dict(model.state_dict())  # version 2 stays as it is
@@ -367,7 +368,7 @@ def test_taps_of_the_padding_have_no_gradient(modulated, backend):
         if modulated
         else deform_conv2d(x, offset, weight, 1, 1)
     )
-    torch.testing.assert_close(out, F.conv2d(x, weight, padding=1))
+    assert_close(out, F.conv2d(x, weight, padding=1))
     (grad,) = torch.autograd.grad(out.sum(), offset)
     grad = grad.view(9, 2, 3, 3)
     assert not grad[:3, :, 0].any() and not grad[::3, :, :, 0].any()  # row -1 and column -1
@@ -383,9 +384,9 @@ def test_saconv_blends_two_dilations(use_deform):
         :, None, None, None
     ]
     small, large = (F.conv2d(x, weight, padding=d, dilation=d) for d in (1, 3))
-    torch.testing.assert_close(layer(x), small, rtol=1e-4, atol=1e-4)  # the switch starts at 1
+    assert_close(layer(x), small, rtol=1e-4, atol=1e-4)  # the switch starts at 1
     torch.nn.init.constant_(layer.switch.bias, 0.25)
-    torch.testing.assert_close(layer(x), 0.25 * small + 0.75 * large, rtol=1e-4, atol=1e-4)
+    assert_close(layer(x), 0.25 * small + 0.75 * large, rtol=1e-4, atol=1e-4)
     layer.weight_diff.data.fill_(0.1)
     assert not torch.allclose(layer(x), 0.25 * small + 0.75 * large, atol=1e-2)
 
@@ -393,7 +394,7 @@ def test_saconv_blends_two_dilations(use_deform):
 def test_saconv_takes_a_plain_convolutions_weights():
     plain, layer = torch.nn.Conv2d(3, 5, 3), SAConv2d(3, 5, 3)
     layer.load_state_dict(plain.state_dict(), strict=False)
-    torch.testing.assert_close(layer._get_weight(layer.weight), plain.weight)
+    assert_close(layer._get_weight(layer.weight), plain.weight)
 
 
 SETTINGS = CASES["settings"].settings[:3]
@@ -468,7 +469,7 @@ def test_gradients_of_columns_may_pass_the_range_of_float16(device):
         results[dtype] = [leaf.grad.double() for leaf in leaves]
     for grad, wanted in zip(results[torch.float16], results[torch.float64], strict=True):
         assert wanted.abs().max() < 65504
-        torch.testing.assert_close(grad, wanted, rtol=5e-3, atol=5e-3 * wanted.abs().max().item())
+        assert_close(grad, wanted, rtol=5e-3, atol=5e-3 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
@@ -560,7 +561,7 @@ def test_all_but_the_gradient_of_input_is_ordered():
     tensors = case.tensors(torch.float32, "cuda")
     (output, grads), (again, grads_again) = (gradients(case.call, tensors) for _ in range(2))
     assert torch.equal(output, again)
-    torch.testing.assert_close(grads[1:], grads_again[1:], rtol=0, atol=0)
+    assert_close(grads[1:], grads_again[1:], rtol=0, atol=0)
 
 
 @cuda
@@ -571,4 +572,4 @@ def test_a_gradient_may_be_asked_for_in_order_after_the_forward():
     with in_order():
         grads = [torch.autograd.grad(total, x, retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*grads)
-    torch.testing.assert_close(grads[0], expected, rtol=1e-4, atol=1e-4)
+    assert_close(grads[0], expected, rtol=1e-4, atol=1e-4)

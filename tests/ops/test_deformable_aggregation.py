@@ -15,6 +15,7 @@ from calls import (
     without_synchronisation,
 )
 from golden import golden, under
+from torch.testing import assert_close
 
 from tests.fuzz.aggregation import (
     SPOILED,
@@ -202,7 +203,7 @@ def test_sum_of_samples_far_apart_is_deterministic(spread):
     grad_output = torch.randn(1, 3000, 8, generator=torch.Generator().manual_seed(1)).cuda()
     runs = [run(case, grad_output, deterministic=True) for _ in range(3)]
     for other in runs[1:]:
-        torch.testing.assert_close(other, runs[0], rtol=0, atol=0)
+        assert_close(other, runs[0], rtol=0, atol=0)
     expected, grads = gradients(deformable_aggregation_reference, exact(case), grad_output.double())
     assert_near(runs[0], (expected, *grads), 1e-4)
 
@@ -288,7 +289,7 @@ def test_rows_between_maps_have_zero_gradients(dtype, device):
     output, grads = gradients(deformable_aggregation, case, torch.ones(2, 13, 20))
     output_apart, grads_apart = gradients(deformable_aggregation, apart, torch.ones(2, 13, 20))
     assert torch.equal(output_apart, output)
-    torch.testing.assert_close(grads_apart[0][:, 3:-3], grads[0])
+    assert_close(grads_apart[0][:, 3:-3], grads[0])
     assert (grads_apart[0][:, :3] == 0).all() and (grads_apart[0][:, -3:] == 0).all()
 
 
@@ -300,7 +301,7 @@ def test_feature_maps_format_and_back():
     assert starts.tolist() == [[0, 24], [30, 54], [60, 84]]
     assert torch.equal(features[1, 30 + 24 + 4], maps[1][1, 1, :, 1, 1])  # camera 1, level 1, (y, x) = (1, 1)
     (back,) = feature_maps_format([features, shapes, starts], inverse=True)
-    torch.testing.assert_close(back, maps, rtol=0, atol=0)
+    assert_close(back, maps, rtol=0, atol=0)
 
 
 def test_feature_maps_format_of_cameras_of_two_sizes():
@@ -311,7 +312,7 @@ def test_feature_maps_format_of_cameras_of_two_sizes():
     flat = feature_maps_format(groups)
     assert flat[1].tolist() == [[[4, 6], [2, 3]]] * 2 + [[[6, 8], [3, 4]]]
     back = feature_maps_format(flat, inverse=True)
-    torch.testing.assert_close(back, groups, rtol=0, atol=0)
+    assert_close(back, groups, rtol=0, atol=0)
 
 
 MAPS, ONE_MAP = [torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 3, 4, 2, 3)], torch.zeros(2, 1, 4, 5, 5)
@@ -350,13 +351,13 @@ def test_many_pairs_on_few_texels(deterministic, device):
     case[3] = (Seeded().uniform(1, 30, 400, 3, 2) * 0.2 + 0.4).to(device)
     with in_order(deterministic):
         found = gradients(deformable_aggregation, case)
-    torch.testing.assert_close(found, gradients(deformable_aggregation_reference, case))
+    assert_close(found, gradients(deformable_aggregation_reference, case))
 
 
 def test_more_maps_than_travel_with_a_launch(device):
     case = make_case(1, 5, 2, 2, 8, [[(3, 4)] * 5] * 20, device=device)
     expected = gradients(deformable_aggregation_reference, case)
-    torch.testing.assert_close(gradients(deformable_aggregation, case), expected)
+    assert_close(gradients(deformable_aggregation, case), expected)
 
 
 @pytest.mark.cuda
@@ -419,7 +420,7 @@ def test_more_than_two_to_the_31_elements():
     centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, 1, 1, 2)
     weights = torch.ones(1, 2, 1, 1, 1, 8, device="cuda")
     out = deformable_aggregation(features.requires_grad_(), [[(H, W)]], [[0]], centre, weights)
-    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+    assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
     (grad,) = torch.autograd.grad(out.sum(), features)
-    torch.testing.assert_close(grad[0, -1], torch.full_like(grad[0, -1], 2), rtol=1e-2, atol=0)
+    assert_close(grad[0, -1], torch.full_like(grad[0, -1], 2), rtol=1e-2, atol=0)
     assert not grad[0, :-W].any()

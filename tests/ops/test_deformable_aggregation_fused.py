@@ -9,6 +9,7 @@ import torch
 from calls import assert_matches
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.aggregation import (
@@ -239,13 +240,13 @@ def test_one_point_by_hand(device):
     out = deformable_aggregation_fused(
         features, shapes, [[0, 1], [2, 3]], point, projection, image_wh, logits, keep_scale=2.0
     )
-    torch.testing.assert_close(out, torch.tensor([[[2 * (0.25 * 4 + 0.75 * 8)]]], device=device))
+    assert_close(out, torch.tensor([[[2 * (0.25 * 4 + 0.75 * 8)]]], device=device))
     # The same where the projection already ends in 0..1.
     scale = torch.tensor([1 / 64, 1 / 32, 1, 1], device=device)[:, None]
     scaled = deformable_aggregation_fused(
         features, shapes, [[0, 1], [2, 3]], point, projection * scale, None, logits
     )
-    torch.testing.assert_close(scaled, out / 2)
+    assert_close(scaled, out / 2)
 
 
 @pytest.mark.parametrize("channels", range(1, 41))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from calls import gradients
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.aggregation import (
@@ -142,7 +143,7 @@ def test_certain_depths_are_no_depths(device):
     plain = deformable_aggregation(features, *tables, locations[..., :2], weights)
     ones = torch.ones_like(depth_probs)
     found = deformable_aggregation_with_depth(features, ones, *tables, locations, weights)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.cuda

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
@@ -167,7 +168,7 @@ def test_kernels_serve_and_repeat_every_bit(shape, dtype, residual_dtype, relu):
     assert torch.equal(predicted, output) and predicted.grad_fn is None
     grads, grads_again = (torch.autograd.grad(one.square().sum(), leaves) for one in (output, again))
     assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
-    torch.testing.assert_close((again, grads_again), (output, grads), rtol=0, atol=0)
+    assert_close((again, grads_again), (output, grads), rtol=0, atol=0)
 
 
 def draws(function):
@@ -220,7 +221,7 @@ def test_relu_before_the_norm_keeps_nan_and_stops_gradients(p):
     x, residual, weight, bias = rows((32, 64), torch.float32, torch.float32, "cuda")
     negative = (-x.detach().abs()).requires_grad_()
     output = dropout_add_layer_norm(negative, residual, weight, bias, p, relu=True)
-    torch.testing.assert_close(output, F.layer_norm(residual, (64,), weight, bias), rtol=1e-5, atol=1e-5)
+    assert_close(output, F.layer_norm(residual, (64,), weight, bias), rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad(output.square().sum(), (negative, residual))
     assert not grads[0].any() and grads[1].any()
     bad = x.detach().clone()
@@ -240,8 +241,8 @@ def test_the_gradient_of_a_copy_is_added_to_that_of_the_output(dtype):
     of_output, of_copy = torch.randn_like(output), torch.randn_like(copy)
     found = torch.autograd.grad((output, copy), tensors, (of_output, of_copy), retain_graph=True)
     expected = torch.autograd.grad(output, tensors, of_output + of_copy.float(), retain_graph=True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(
+    assert_close(found, expected, rtol=0, atol=0)
+    assert_close(
         torch.autograd.grad(copy, tensors, of_copy, retain_graph=True),
         torch.autograd.grad(output, tensors, of_copy.float()),
         rtol=0,
@@ -278,7 +279,7 @@ def test_the_sum_with_what_the_next_layer_adds(dtype, images):
         (plain, plain + added), leaves, (output.detach(), gradient.float()), retain_graph=True
     )
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
+        assert_close(one, other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
     with torch.no_grad():
         added += 1
     assert sum_in_autocast_type(output, added).dtype == torch.float32

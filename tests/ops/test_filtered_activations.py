@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import conv2d, pad
+from torch.testing import assert_close
 
 from visdet.compat import mmcv_ext
 from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, bias_act, upfirdn2d
@@ -25,12 +26,12 @@ def test_derivatives_of_activations_are_those_of_autograd(act, clamp, device):
         (empty, empty, y.detach()) if act in ("linear", "relu", "lrelu") else (bias, x.detach(), y.detach())
     )
     given = mmcv_ext.bias_act(dy.detach(), known[0], known[1], known[2], empty, 1, *rest)
-    torch.testing.assert_close(given, dx.detach())
+    assert_close(given, dx.detach())
     if act not in ("linear", "relu", "lrelu"):
         ddx = torch.randn_like(dx)
         (expected,) = torch.autograd.grad(dx, x, ddx)
         second = mmcv_ext.bias_act(ddx, bias, x.detach(), y.detach(), dy.detach(), 2, *rest)
-        torch.testing.assert_close(second, expected)
+        assert_close(second, expected)
 
 
 @pytest.mark.parametrize("grad", [0, 1])
@@ -41,7 +42,7 @@ def test_fused_bias_leakyrelu(grad, device):
     sign = refer if grad else total
     expected = torch.where(sign > 0, total, total * 0.2) * 1.5
     given = mmcv_ext.fused_bias_leakyrelu(x, bias, refer, act=3, grad=grad, alpha=0.2, scale=1.5)
-    torch.testing.assert_close(given, expected)
+    assert_close(given, expected)
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -56,14 +57,14 @@ def test_upfirdn2d_is_a_convolution(up, down, padding, flip, device):
     filters = (taps if flip else taps.flip(0, 1)) * 1.5
     expected = conv2d(pad(spread, padding), filters[None, None])[None, :, 0, :: down[1], :: down[0]]
     given = upfirdn2d(x.to(device), taps.to(device), up, down, padding, flip, 1.5)
-    torch.testing.assert_close(given.cpu(), expected)
+    assert_close(given.cpu(), expected)
 
 
 def test_a_filter_of_one_dimension_acts_along_both(device):
     x, taps = torch.randn(1, 2, 7, 8, device=device), torch.randn(3, device=device)
     once = upfirdn2d(x, taps, (2, 2), (1, 2), (1, 2, 3, 0), gain=4.0)
     outer = upfirdn2d(x, torch.outer(taps, taps), (2, 2), (1, 2), (1, 2, 3, 0), gain=4.0)
-    torch.testing.assert_close(once, outer)
+    assert_close(once, outer)
     with pytest.raises(
         ValueError, match=r"filter must not be larger than the padded map \[7, 8\], got \[9, 1\]"
     ):
@@ -83,13 +84,13 @@ def test_filtered_lrelu_passes_its_signs_to_the_gradient(clamp, device):
         x.detach(), up, down, bias, empty, *sizes, 0, 0, 1.3, 0.1, clamp, False, True
     )
     assert code == 0
-    torch.testing.assert_close(y, expected)
+    assert_close(y, expected)
     # As mmcv's wrapper calls it for the gradient: filters exchanged, and signs at an offset.
     dy = torch.randn_like(y)
     pad = [3 + 3 - 2, 6 * 2 - y.shape[3] * 2 + 2 - 1] * 2
     back = (down, up, bias.new_zeros(2), signs, 2, 2, *pad, -3 + 2, -3 + 2, 1.3 * 4 / 4, 0.1)
     given = mmcv_ext.filtered_lrelu(dy, *back, float("inf"), True, False)[0]
-    torch.testing.assert_close(given, torch.autograd.grad(expected, x, dy)[0])
+    assert_close(given, torch.autograd.grad(expected, x, dy)[0])
 
 
 def picture(rows):

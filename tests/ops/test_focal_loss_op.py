@@ -7,6 +7,7 @@ import pytest
 import torch
 from calls import refusals
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
@@ -128,7 +129,7 @@ def test_sigmoid_by_hand():
     # p = 1/2 for every class: target -0.25 * 0.25 * log 0.5, others -0.75 * 0.25 * log 0.5
     target, other = 0.0625 * math.log(2), 0.1875 * math.log(2)
     loss = sigmoid_focal_loss(torch.zeros(2, 3), torch.tensor([1, 3]), reduction="none")
-    torch.testing.assert_close(loss, torch.tensor([[other, target, other], [other] * 3]))
+    assert_close(loss, torch.tensor([[other, target, other], [other] * 3]))
     mean = sigmoid_focal_loss(torch.zeros(2, 3), torch.tensor([1, 3]))
     assert mean.item() == pytest.approx((target + 5 * other) / 2)  # by rows, not by elements
 
@@ -197,7 +198,7 @@ def test_losses_of_extreme_logits(dtype, device):
             logits.double(), *arguments[1:2], logits.double().new_empty(0), 2.0, 0.25
         )
         rtol = 1e-12 if dtype == torch.float64 else 1e-5 if device == "cpu" else 5e-5  # __expf
-        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-37)
+        assert_close(found.double(), expected, rtol=rtol, atol=1e-37)
         grad = torch.ops.visdet.sigmoid_focal_loss_backward(torch.ones_like(logits), *arguments)
         assert grad.isfinite().all()
     nan = torch.full((1, 20), float("nan"), device=device, dtype=dtype)
@@ -215,4 +216,4 @@ def test_more_logits_than_32_bits_count():
     logits[-1, 1023] = 3
     loss = torch.ops.visdet.sigmoid_focal_loss(logits, target, torch.empty(0, device="cuda"), 2.0, 0.25)
     expected = sigmoid_focal_loss(logits[-1:].float().cpu(), torch.tensor([1023]), reduction="none")
-    torch.testing.assert_close(loss[-1:].float().cpu(), expected, rtol=1e-2, atol=1e-3)
+    assert_close(loss[-1:].float().cpu(), expected, rtol=1e-2, atol=1e-3)

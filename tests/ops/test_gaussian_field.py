@@ -8,6 +8,7 @@ import torch
 from calls import assert_near, exact, gradients, in_a_process, relative_error
 from golden import golden, under
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
@@ -217,7 +218,7 @@ def test_golden_vectors(case, device):
         output, grads = gradients(OPS[name][0], given, arrays[f"input/grad_{key}"])
         # The ill-conditioned factors lose seven digits: the vectors themselves are 1.6e-8 from the exact distances.
         rtol = 1e-7 if case == "ill_conditioned" else 1e-9
-        torch.testing.assert_close(output.cpu(), arrays[f"output/{key}"], rtol=rtol, atol=1e-12)
+        assert_close(output.cpu(), arrays[f"output/{key}"], rtol=rtol, atol=1e-12)
         wanted = [arrays.get(f"output/{key}/grad_{argument}") for argument in names[: len(grads)]]
         known = [number for number, one in enumerate(wanted) if one is not None]
         assert_near([grads[i] for i in known], [wanted[i] for i in known], rtol)
@@ -288,7 +289,7 @@ def test_more_than_two_to_the_31_elements():
     output = mahalanobis_distance(*case[:3])
     assert output.numel() > 2**31
     rows = torch.tensor([0, B - 1], device="cuda")
-    torch.testing.assert_close(
+    assert_close(
         output[rows], mahalanobis_distance_reference(case[0][rows], *case[1:3]), rtol=1e-4, atol=1e-4
     )
 
@@ -359,7 +360,7 @@ def test_distances_of_more_gaussians_than_a_grid_has_columns(B):
     expected = mahalanobis_distance_reference(points, means[:1000], cholesky[:1000])
     for first in (0, 5_000_000, N - 1608):
         wanted = expected.roll(-(first % 1000), 1)
-        torch.testing.assert_close(distance[:, first : first + 1000], wanted, rtol=1e-4, atol=1e-4)
+        assert_close(distance[:, first : first + 1000], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda
@@ -404,9 +405,9 @@ def test_a_gaussian_without_thickness_leaves_the_others_alone(axis, dtype, devic
     field = gaussian_field(points, means, cholesky.requires_grad_(), weights)
     gradients = torch.autograd.grad(field.sum(), (points, means, cholesky, weights))
     alone = gaussian_field(points, means[:1], cholesky[:1], weights[:1])
-    torch.testing.assert_close(field, alone)
+    assert_close(field, alone)
     expected = torch.autograd.grad(alone.sum(), (points, means, cholesky, weights))
-    torch.testing.assert_close(gradients, expected)
+    assert_close(gradients, expected)
 
 
 # Means, and the diagonals and the numbers below them of factors, with what they add to the field at points near 0.
@@ -449,10 +450,10 @@ def test_an_extreme_gaussian_spoils_nothing_but_its_own_term(name, tolerance, de
         (field, grads), (wanted, wanted_grads) = (
             _with_gradients(function, tensors, device) for tensors in (more, case)
         )
-        torch.testing.assert_close(field, wanted + own, rtol=1e-5, atol=1e-5)
+        assert_close(field, wanted + own, rtol=1e-5, atol=1e-5)
         for grad, others in zip(grads, wanted_grads, strict=True):
             assert grad.isfinite().all()
-            torch.testing.assert_close(grad[: len(others)], others, rtol=1e-4, atol=1e-4)
+            assert_close(grad[: len(others)], others, rtol=1e-4, atol=1e-4)
     functions = [mahalanobis_distance, mahalanobis_distance_reference] if tolerance == 0 else []
     for function in functions:
         distance, grads = _with_gradients(function, more[:3], device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from calls import exact
 from torch.autograd import forward_ad
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.operators import OPERATORS
@@ -60,9 +61,9 @@ def test_linear_operators_have_all_derivatives(name):
     assert torch.autograd.gradgradcheck(function, first)
     direction = torch.rand_like(first)
     _, tangent = torch.func.jvp(function, (first.detach(),), (direction,))
-    torch.testing.assert_close(tangent, function(direction))
+    assert_close(tangent, function(direction))
     grad = torch.func.grad(lambda x: function(x).square().sum())(first.detach())
-    torch.testing.assert_close(grad, torch.autograd.grad(function(first).square().sum(), first)[0])
+    assert_close(grad, torch.autograd.grad(function(first).square().sum(), first)[0])
     if "weight" in others:
         weight = others["weight"].requires_grad_()
         assert torch.autograd.gradgradcheck(lambda x, w: function(x, weight=w), (first, weight))
@@ -142,7 +143,7 @@ def assert_recomputed_gradients_are_equal(function, leaf, **options):
     (found,) = torch.autograd.grad(recomputed.square().sum(), leaf, **options)
     (expected,) = torch.autograd.grad(function(leaf).square().sum(), leaf, **options)
     assert expected.abs().sum() > 0
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

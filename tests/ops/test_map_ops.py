@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from calls import refusals
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from tests.fuzz.images import draw_images, near_pixels, sample_sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
@@ -174,7 +175,7 @@ def test_carafe_pack_starts_as_a_mean():
     torch.nn.init.zeros_(layer.content_encoder.weight)
     x = torch.randn(1, 8, 4, 4)
     expected = F.avg_pool2d(x, 5, 1, 2).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    torch.testing.assert_close(layer(x), expected)
+    assert_close(layer(x), expected)
     assert {name.split(".")[0] for name in layer.state_dict()} == {"channel_compressor", "content_encoder"}
 
 
@@ -183,7 +184,7 @@ def test_masked_convolution_is_the_convolution_where_marked(share):
     layer = MaskedConv2d(3, 4, (3, 5), padding=(1, 2)).double()
     x = torch.randn(2, 3, 6, 7, dtype=torch.float64)
     mask = (torch.rand(2, 6, 7) < share).float()
-    torch.testing.assert_close(layer(x, mask), layer(x) * mask[:, None])
+    assert_close(layer(x, mask), layer(x) * mask[:, None])
 
 
 def test_gradients_of_a_masked_convolution_add_up_in_float32(device):
@@ -224,7 +225,7 @@ def test_points():
     assert rel_roi_point_to_abs_img_point(rois, points).tolist() == [[[3, 4]]]
     assert rel_roi_point_to_rel_img_point(rois, points, (8, 6)).tolist() == [[[0.5, 0.5]]]
     grid = torch.rand(1, 4, 4, 2) * 2 - 1
-    torch.testing.assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
+    assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -237,7 +238,7 @@ def test_points_of_large_16_bit_maps(dtype, channels_last):
     out = point_sample(x, points)
     expected = point_sample(x.detach().double(), points.detach().double())
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)
     for grad in torch.autograd.grad(out.sum(), (x, points)):
         assert grad.dtype == dtype and grad.isfinite().all() and grad.any()
 
@@ -274,7 +275,7 @@ def test_simple_roi_align_places_samples_in_float32(dtype):
     output = SimpleRoIAlign(7, 1.0)(x, rois)
     expected = SimpleRoIAlign(7, 1.0)(x.double(), rois.double())
     assert output.dtype == dtype
-    torch.testing.assert_close(output, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
+    assert_close(output, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @pytest.mark.parametrize("images, regions", [(2, 0), (0, 3), (0, 0), (1, 3)])
@@ -292,7 +293,7 @@ def test_weights_of_a_plain_convolution_that_are_assigned_to_a_model_without_dat
         layer = ConvAWS2d(3, 4, 3)
     layer.load_state_dict(plain.state_dict(), assign=True)
     x = torch.rand(1, 3, 5, 5)
-    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_checkpoint_of_other_layers_leaves_a_standardised_convolution_alone():
@@ -301,7 +302,7 @@ def test_a_checkpoint_of_other_layers_leaves_a_standardised_convolution_alone():
         layer.weight.mul_(5)
     expected = copy.deepcopy(layer.state_dict())
     assert set(layer.load_state_dict({}, strict=False).missing_keys) == set(expected)
-    torch.testing.assert_close(layer.state_dict(), expected, rtol=0, atol=0)
+    assert_close(layer.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_names_in_the_registries():
@@ -371,7 +372,7 @@ def test_carafe_of_many_images():
     masks = torch.randn(66000, 1, 4, 2, device="cuda", requires_grad=True)
     output = carafe(features, masks, 1, 1, 2)
     wide = features.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    torch.testing.assert_close(output, wide * masks)
+    assert_close(output, wide * masks)
     grads = torch.autograd.grad(output.square().sum(), (features, masks))
     expected = torch.autograd.grad((wide * masks).square().sum(), (features, masks))
-    torch.testing.assert_close(grads, expected)
+    assert_close(grads, expected)

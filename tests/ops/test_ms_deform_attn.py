@@ -18,6 +18,7 @@ from calls import (
 from golden import golden, under
 from path_cases import launches_of_attention
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz.attention import attention_sizes, error_factor, level_tables
 from tests.fuzz.problem import (
@@ -271,7 +272,7 @@ def test_level_tables_of_both_devices_mix_without_a_synchronisation(is_encoder, 
     ):
         with without_synchronisation():
             found = gradients(ms_deform_attn, (given[0], level_shapes, level_starts, *given[1:]), grad_output)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, check_device=False)
+        assert_close(found, expected, rtol=1e-4, atol=1e-4, check_device=False)
 
 
 @pytest.mark.cuda
@@ -290,7 +291,7 @@ def test_levels_on_the_device_that_leave_value_yield_nan():
 def test_more_levels_than_travel_with_a_launch():
     case = make_case(1, 5, 2, 8, 2, [(3, 4)] * 20, dtype=torch.float32, device="cuda")
     expected = ms_deform_attn_reference(*case)
-    torch.testing.assert_close(ms_deform_attn(*case), expected, rtol=1e-5, atol=1e-5)
+    assert_close(ms_deform_attn(*case), expected, rtol=1e-5, atol=1e-5)
 
 
 def rejection_case():
@@ -418,7 +419,7 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
     )
     on_device = ms_deform_attn(value, shapes.cuda(), starts.cuda(), *others)
     # The two kernels add a row's samples in another order.
-    torch.testing.assert_close(ms_deform_attn(value, shapes, starts, *others), on_device)
+    assert_close(ms_deform_attn(value, shapes, starts, *others), on_device)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
@@ -498,8 +499,8 @@ def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
     weights[:, ::3, :, 0, 1] = math.nan
     grads = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), value.flatten(2))[1]
     assert (grads[1][:, ::3, :, 0, 1] == 0).all() and (grads[2][:, ::3, :, 0, 1] == 0).all()
-    torch.testing.assert_close(grads[0], expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
+    assert_close(grads[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
 
 
 @on_cuda
@@ -601,7 +602,7 @@ def test_more_than_two_to_the_31_elements():
     value[:, -1] = 3
     centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, G, 1, 1, 2)
     out = ms_deform_attn(value, [(H, W)], [0], centre, torch.ones(1, 2, G, 1, 1, device="cuda"))
-    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+    assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
 
 
 @pytest.mark.cuda

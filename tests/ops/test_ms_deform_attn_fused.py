@@ -9,6 +9,7 @@ import torch
 from calls import assert_matches, changed_calls, exact, relative_error
 from path_cases import launches_of_fused_attention
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz.attention import attention_sizes, error_factor, level_tables
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, gradient_sum, largest, rand, wide_of
@@ -365,7 +366,7 @@ def test_peak_memory_of_the_forward_is_the_output():
     out = ms_deform_attn_fused(*case)
     assert torch.cuda.max_memory_allocated() - before == out.numel() * out.element_size()
     composed = ms_deform_attn(*case[:3], *_composed(case))
-    torch.testing.assert_close(out, composed, rtol=1e-4, atol=1e-5)
+    assert_close(out, composed, rtol=1e-4, atol=1e-5)
 
 
 def _composed(case):
@@ -380,6 +381,6 @@ def _composed(case):
 def test_numbers_of_points_may_be_of_numpy(number):
     shapes, references, zeros = [(3, 4), (2, 2)], torch.rand(1, 3, 1, 2), torch.zeros(1, 3, 2, 4, 2)
     arguments = torch.ones(1, 16, 2, 4), shapes, None, references, zeros, zeros[..., 0]
-    torch.testing.assert_close(
+    assert_close(
         ms_deform_attn_fused(*arguments, number), ms_deform_attn_fused(*arguments, 2), equal_nan=True
     )

@@ -13,6 +13,7 @@ from emulation import called
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, Seeded, wide_of
@@ -341,7 +342,7 @@ def test_soft_nms_of_what_is_no_box(method):
         soft_nms_reference(boxes, scores, *settings),
     )
     assert torch.equal(found[1], expected[1]) and found[1][-1] == 2
-    torch.testing.assert_close(found[0], expected[0], equal_nan=True)
+    assert_close(found[0], expected[0], equal_nan=True)
 
 
 def test_soft_nms_by_hand():
@@ -349,7 +350,7 @@ def test_soft_nms_by_hand():
     assert keep.tolist() == [0, 3, 1, 2]
     # 0.8 * (1 - 1/3); 0.7 * (1 - 9/10), then * (1 - 45/145) for its overlap with box 1
     expected = [0.9, 0.6, 0.8 * 2 / 3, 0.7 / 10 * 100 / 145]
-    torch.testing.assert_close(dets[:, 4], torch.tensor(expected))
+    assert_close(dets[:, 4], torch.tensor(expected))
     assert soft_nms(BOXES, SCORES, 0.3, min_score=0.1)[1].tolist() == [0, 3, 1]
 
 
@@ -423,13 +424,11 @@ REFUSED = [
 
 
 def test_overlaps_by_hand():
-    torch.testing.assert_close(bbox_overlaps(BOXES[:1], BOXES), torch.tensor([[1, 1 / 3, 0.9, 0]]))
-    torch.testing.assert_close(bbox_overlaps(BOXES, BOXES[:1], "iof")[:, 0], torch.tensor([1, 0.5, 1, 0]))
-    torch.testing.assert_close(
-        bbox_overlaps(BOXES[:2], BOXES[1:3], aligned=True), torch.tensor([1 / 3, 45 / 145])
-    )
+    assert_close(bbox_overlaps(BOXES[:1], BOXES), torch.tensor([[1, 1 / 3, 0.9, 0]]))
+    assert_close(bbox_overlaps(BOXES, BOXES[:1], "iof")[:, 0], torch.tensor([1, 0.5, 1, 0]))
+    assert_close(bbox_overlaps(BOXES[:2], BOXES[1:3], aligned=True), torch.tensor([1 / 3, 45 / 145]))
     whole = bbox_overlaps(BOXES[:1].long(), BOXES.long())
-    torch.testing.assert_close(whole, torch.tensor([[1, 1 / 3, 0.9, 0]]))
+    assert_close(whole, torch.tensor([[1, 1 / 3, 0.9, 0]]))
     one = torch.tensor([[0.0, 0, 1, 1]])
     assert bbox_overlaps(one, one + torch.tensor([1.0, 0, 1, 0]), offset=1).item() == pytest.approx(2 / 6)
     assert bbox_overlaps(torch.zeros(0, 4), BOXES).shape == (0, 4)
@@ -573,7 +572,7 @@ def test_one_graph_serves_all_sizes(name):
     boxes, scores, classes = torch.rand(60, 8) * 9, torch.rand(60), torch.arange(60) % 3
     for N in (2, 0, 1, 60):
         given = boxes[:N], scores[:N], classes[:N]
-        torch.testing.assert_close(compiled(*given), COMPILED[name](*given), rtol=0, atol=0)
+        assert_close(compiled(*given), COMPILED[name](*given), rtol=0, atol=0)
 
 
 CLOSE = torch.tensor([0.5, 0.5 + 1e-12, 0.5 - 1e-12], dtype=torch.float64)  # equal in float32

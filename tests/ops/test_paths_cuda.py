@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from path_cases import PYRAMID, attention, fused, needs_library
+from torch.testing import assert_close
 
 from tests.fuzz.problem import Seeded
 from visdet import ops
@@ -333,7 +334,7 @@ def test_strips_leave_out_positions_that_are_no_numbers_and_do_not_differ_betwee
         again = results(FUNCTIONS[make], given, grad_output)[1:]
     for grad, expected, same in zip(found["strips"], found["sorted"], again, strict=True):
         assert torch.equal(grad, same)
-        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-3)
+        assert_close(grad, expected, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.cuda
@@ -349,4 +350,4 @@ def test_backward_of_values_between_vectors(path, Q):
         leaves = [tensor.requires_grad_() for tensor in (moved, given["locations"], given["weights"])]
         out = ops.ms_deform_attn(leaves[0], SMALL, None, *leaves[1:])
         found = torch.autograd.grad(out, leaves, grad_output)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)

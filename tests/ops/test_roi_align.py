@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from calls import assert_matches, gradients, in_a_process, in_order, refusals
+from torch.testing import assert_close
 
 from tests.fuzz.problem import wide_of
 from visdet.ops import roi_align, roi_align_rotated
@@ -119,7 +120,7 @@ def test_gradients_in_order_of_any_size(scale, device):
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     _, expected = gradients(upright(roi_align_reference), case, gradient, of=[0])
     _, (found,) = gradients(upright(roi_align), case, gradient * scale, of=[0])
-    torch.testing.assert_close(found / scale, expected[0], rtol=1e-10, atol=1e-10)
+    assert_close(found / scale, expected[0], rtol=1e-10, atol=1e-10)
     gradient[output[:, 1, 0, 0].abs().argmax(), 1, 0, 0] = math.nan
     _, (found,) = gradients(upright(roi_align), case, gradient, of=[0])
     assert found.isnan().flatten(2).any(2).sum() == 1
@@ -140,7 +141,7 @@ def test_regions_that_count_for_nothing(turned, device):
     case = x, torch.cat([bad, huge]), *settings
     found, expected = (gradients(one, case, of=[0]) for one in (function, reference))
     assert not found[0][:6].any()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -172,7 +173,7 @@ def test_values_as_large_as_the_type_holds_do_not_overflow():
     for dtype in (torch.float32, torch.float16):
         most = torch.finfo(dtype).max
         out = roi_align(torch.full((1, 1, 9, 9), most, dtype=dtype), torch.tensor([[0.0, 1, 1, 8, 8]]), 2)
-        torch.testing.assert_close(out, torch.full_like(out, most), rtol=1e-5, atol=0)
+        assert_close(out, torch.full_like(out, most), rtol=1e-5, atol=0)
 
 
 @pytest.mark.cuda

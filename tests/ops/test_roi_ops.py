@@ -9,6 +9,7 @@ import torch
 from calls import refusals, without_synchronisation
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Operator, Problem, rand
@@ -110,25 +111,25 @@ def maps(dtype=torch.float32, B=2, C=3, H=7, W=9):
 
 def test_sizes_of_numpy():
     for size in (np.int64(2), np.array([2, 2]), [np.int32(2), 2], torch.Size([2, 2])):
-        torch.testing.assert_close(roi_align(MAP, WHOLE, size), roi_align(MAP, WHOLE, 2))
+        assert_close(roi_align(MAP, WHOLE, size), roi_align(MAP, WHOLE, 2))
 
 
 def test_roi_align_by_hand():
     expected = torch.tensor([[[[1.0, 1.25], [1.5, 1.75]]]])
-    torch.testing.assert_close(roi_align(MAP, WHOLE, 2, 1.0, 2, "avg", True), expected)
+    assert_close(roi_align(MAP, WHOLE, 2, 1.0, 2, "avg", True), expected)
     maximum = roi_align(MAP, WHOLE, 1, 1.0, 2, "max", True)  # samples at -0.25 and 0.25 both ways
-    torch.testing.assert_close(maximum, torch.tensor([[[[1 + 0.25 + 0.5]]]]))
+    assert_close(maximum, torch.tensor([[[[1 + 0.25 + 0.5]]]]))
 
 
 def test_maximum_mode_takes_the_largest_sample():
     x = maps(torch.float64)
     fine = roi_align(x, ROIS.double()[:2], (4, 6), 1.0, 1, "avg", True)  # one sample in each quarter of a bin
     coarse = roi_align(x, ROIS.double()[:2], (2, 3), 1.0, 2, "max", True)
-    torch.testing.assert_close(coarse, torch.nn.functional.max_pool2d(fine, 2))
+    assert_close(coarse, torch.nn.functional.max_pool2d(fine, 2))
 
 
 def test_roi_pool_by_hand():
-    torch.testing.assert_close(roi_pool(MAP, WHOLE, 2), MAP)
+    assert_close(roi_pool(MAP, WHOLE, 2), MAP)
     equal = torch.ones(1, 1, 2, 2, requires_grad=True)
     roi_pool(equal, WHOLE, 1).sum().backward()
     assert equal.grad.tolist() == [[[[1, 0], [0, 0]]]]  # the first of equal maxima
@@ -140,7 +141,7 @@ def test_roi_pool_by_hand():
 def test_deform_roi_pool_without_offset_is_roi_align(sampling_ratio):
     x, rois = maps(torch.float64), ROIS.double()
     expected = roi_align_reference(x, rois, 2, 0.9, sampling_ratio)
-    torch.testing.assert_close(deform_roi_pool(x, rois, None, 2, 0.9, sampling_ratio), expected)
+    assert_close(deform_roi_pool(x, rois, None, 2, 0.9, sampling_ratio), expected)
 
 
 def test_offsets_move_bins_by_part_of_the_region():
@@ -148,15 +149,13 @@ def test_offsets_move_bins_by_part_of_the_region():
     offset = torch.zeros(1, 2, 1, 1).double()
     offset[0, 0], offset[0, 1] = 2.0, -1.0  # x by 0.1 * 4 * 2, y by 0.1 * 3 * -1
     moved = rois + torch.tensor([[0, 0.8, -0.3, 0.8, -0.3]]).double()
-    torch.testing.assert_close(
-        deform_roi_pool(x, rois, offset, 1, 1.0, 2), deform_roi_pool(x, moved, None, 1, 1.0, 2)
-    )
+    assert_close(deform_roi_pool(x, rois, offset, 1, 1.0, 2), deform_roi_pool(x, moved, None, 1, 1.0, 2))
 
 
 @pytest.mark.parametrize("pack, factor", [(DeformRoIPoolPack, 1.0), (ModulatedDeformRoIPoolPack, 0.5)])
 def test_packs_start_undeformed(pack, factor):
     module = pack(2, 3, deform_fc_channels=8, sampling_ratio=2)
-    torch.testing.assert_close(module(maps(), ROIS), factor * deform_roi_pool(maps(), ROIS, None, 2, 1.0, 2))
+    assert_close(module(maps(), ROIS), factor * deform_roi_pool(maps(), ROIS, None, 2, 1.0, 2))
     with pytest.raises(ValueError, match="input must have 3 channels, got 4"):
         module(maps(C=4), ROIS)
 
@@ -272,7 +271,7 @@ def test_roi_pool_finds_the_first_maximum(shape, size, device):
     )
     expected = roi_pool_reference(maps(torch.float32, *shape), rois, *size, 0.7)
     found = roi_pool_with_argmax(maps(torch.float32, *shape).to(device), rois.to(device), size, 0.7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, check_device=False)
+    assert_close(found, expected, rtol=0, atol=0, check_device=False)
 
 
 def test_not_a_number_is_never_the_maximum(device):

@@ -10,6 +10,7 @@ from calls import assert_matches, assert_near, gradients, in_order, relative_err
 from golden import golden, under
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.fuzz import sizes
 from tests.fuzz.images import draw_images, near_pixels, sample_sizes
@@ -274,9 +275,9 @@ def test_more_than_two_to_the_31_elements():
     samples = torch.tensor([1 - 1 / W, 1 - 1 / H], device="cuda").reshape(1, 1, 1, 2)
     weights = torch.ones(1, 1, 1, 1, device="cuda")
     out = sample_sum(images.requires_grad_(), samples, weights)
-    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+    assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
     (grad,) = torch.autograd.grad(out.sum(), images)
-    torch.testing.assert_close(grad[0, :, -1, -1], torch.ones_like(grad[0, :, -1, -1]), rtol=1e-2, atol=0)
+    assert_close(grad[0, :, -1, -1], torch.ones_like(grad[0, :, -1, -1]), rtol=1e-2, atol=0)
     assert not grad[0, :, :-1].any()
 
 
@@ -317,7 +318,7 @@ def test_all_samples_in_one_cell(Q, D):
     with in_order():
         runs = [gradients(sample_sum, tensors)[1] for _ in range(3)]
     for grads in runs:
-        torch.testing.assert_close(grads, runs[0], rtol=0, atol=0)
+        assert_close(grads, runs[0], rtol=0, atol=0)
         assert relative_error(grads[0], expected[0]) < 1e-3
 
 

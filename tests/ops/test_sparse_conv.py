@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.testing import assert_close
 
 from tests.fuzz.problem import Draw, Operator, Problem, linear_problem
 from visdet.ops import get_indice_pairs, indice_conv, indice_maxpool
@@ -201,7 +202,7 @@ def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, t
     assert outids.dtype == pairs.dtype == counts.dtype == torch.int32
     assert len(outids.unique(dim=0)) == len(outids)
     result = indice_conv(features.to(device), filters.to(device), pairs, counts, len(outids))
-    torch.testing.assert_close(dense(outids.cpu(), result.cpu(), out_shape), expected)
+    assert_close(dense(outids.cpu(), result.cpu(), out_shape), expected)
     # After the last pair of each tap there are -1.
     for pair, count in zip(pairs, counts.tolist(), strict=True):
         assert (pair[:, :count] >= 0).all() and (pair[:, count:] == -1).all()
@@ -217,7 +218,7 @@ def test_inverse_convolution_leads_back_to_the_inputs(device):
     result = indice_conv(small, filters, pairs, counts, 25, inverse=True)
     # It is the adjoint of the convolution by the transposed filters.
     forward = indice_conv(features, filters.transpose(-1, -2), pairs, counts, len(outids))
-    torch.testing.assert_close((result * features).sum(), (forward * small).sum())
+    assert_close((result * features).sum(), (forward * small).sum())
     assert torch.equal(result.any(1), (pairs[:, 0, :, None] == torch.arange(25).to(device)).any(1).any(0))
 
 
@@ -231,9 +232,9 @@ def test_taps_without_pairs_are_not_used(device):
     assert torch.equal(result, expected)
     grad = torch.rand_like(result)
     wanted = torch.autograd.grad(expected, (features, filters), grad)
-    torch.testing.assert_close(torch.autograd.grad(result, (features, filters), grad), wanted)
+    assert_close(torch.autograd.grad(result, (features, filters), grad), wanted)
     given = indice_conv_gradients(features.detach(), filters.detach(), grad, pairs, counts)
-    torch.testing.assert_close(given, wanted)
+    assert_close(given, wanted)
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -251,7 +252,7 @@ def test_gradients_are_those_of_the_definition(inverse):
     grad = torch.randn(sizes[1], 3, dtype=torch.float64)
     expected = torch.autograd.grad(convolve(features, filters), (features, filters), grad)
     given = indice_conv_gradients(features.detach(), filters.detach(), grad, pairs, counts, inverse)
-    torch.testing.assert_close(given, expected)
+    assert_close(given, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
