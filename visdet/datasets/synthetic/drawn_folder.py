@@ -8,11 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from filelock import FileLock
@@ -60,7 +60,8 @@ def draw_once(
         InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
-    parent, stamp_file = folder.parent, folder / stamp_name
+    parent = folder.parent
+    stamp_file = folder / stamp_name
     if _read_stamp(stamp_file) == stamp:
         return folder
     if folder.exists() and not folder.is_dir():
@@ -74,28 +75,33 @@ def draw_once(
             f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
         ) from error
     with FileLock(parent / f".{folder.name}.lock"):
-        held, place = _read_stamp(stamp_file), folder.resolve()
+        held = _read_stamp(stamp_file)
         if held == stamp:
             return folder
-        if held is None and folder.exists() and any(folder.iterdir()):
-            raise ForeignFolderError(
-                f"{maker}: {place} is not empty and has no {stamp_name}, so it was not made by "
-                f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
-                "example type='CocoDataset'. Otherwise give another data_root"
-            )
-        if held is not None and place in _claims.values():
+        place = folder.resolve()
+        if held is None:
+            if folder.exists() and any(folder.iterdir()):
+                raise ForeignFolderError(
+                    f"{maker}: {place} is not empty and has no {stamp_name}, so it was not made by {maker}. If it "
+                    "holds a data set of your own, set the type of the data sets in your config, for example "
+                    "type='CocoDataset'. Otherwise give another data_root"
+                )
+        elif place in _claims.values():
             keys = [key for key in {**held, **stamp} if held.get(key) != stamp.get(key)]
             raise InvalidInputError(
-                f"{maker}: {folder} is read by another data set of this run and holds "
-                f"{', '.join(f'{key}={held.get(key)}' for key in keys)}, not "
-                f"{', '.join(f'{key}={stamp.get(key)}' for key in keys)}. Give data sets with different generator "
-                "arguments different values of data_root"
+                f"{maker}: {folder} is read by another data set of this run and holds {_listed(held, keys)}, not "
+                f"{_listed(stamp, keys)}. Give data sets with different generator arguments different values of "
+                "data_root"
             )
-        start = time.monotonic()
+        start = monotonic()
         print(f"drawing {what} into {folder} …", flush=True)
         _write_and_rename(folder, stamp_name, stamp, draw)
-        print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
+        print(f"drew them in {monotonic() - start:.0f} s", flush=True)
     return folder
+
+
+def _listed(stamp: dict, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key}={stamp.get(key)}" for key in keys)
 
 
 def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:

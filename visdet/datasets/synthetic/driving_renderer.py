@@ -19,7 +19,9 @@ _MAP_RESOLUTION = 0.2
 _MAP_SIZE = round(2 * _MAP_RANGE / _MAP_RESOLUTION)
 _SUBPIXEL = 4  # fractional bits of cv2's fixed-point coordinates
 _NOISE = 8
-_WHITE, _YELLOW, _PAVEMENT = (240, 240, 240), (60, 200, 235), (150, 150, 150)
+_WHITE = (240, 240, 240)
+_YELLOW = (60, 200, 235)
+_PAVEMENT = (150, 150, 150)
 # The front, rear, left, right and top of a box by the numbers of its corners, and how bright they are. The front is
 # lighter, so that a heading can be seen.
 _FACES = np.array([[0, 1, 5, 4], [3, 2, 6, 7], [0, 3, 7, 4], [1, 2, 6, 5], [4, 5, 6, 7]])
@@ -54,9 +56,10 @@ def make_cameras(width: int, height: int) -> list[Camera]:
     As in every record, the centre of the first pixel is (0.5, 0.5).
     """
     cameras = []
+    middle = width / 2
     for name, heading, position, field_of_view in RIG:
-        focal = width / 2 / np.tan(np.deg2rad(field_of_view) / 2)
-        intrinsic = np.array([[focal, 0, width / 2], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
+        focal = middle / np.tan(np.deg2rad(field_of_view) / 2)
+        intrinsic = np.array([[focal, 0, middle], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
         rotation = np.zeros((3, 3))
         rotation[:2, [0, 2]] = turn_about_z(np.deg2rad(heading))  # x to the right, z ahead
         rotation[2, 1] = -1  # y down
@@ -91,12 +94,14 @@ class _View:
     def __init__(self, camera: Camera, width: int, height: int) -> None:
         self.camera = camera
         u, v = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
-        self.rays = np.stack([u, v, np.ones_like(u)], axis=-1) @ np.linalg.inv(camera.intrinsic).T
-        slope = self.rays @ camera.rotation[2]
-        drop = GROUND_Z - camera.translation[2]
-        self.depth = np.where(slope < 0, drop / np.minimum(slope, -1e-6), np.inf)
-        reach = np.minimum(self.depth, 1e4)[..., None]
-        ground = (self.rays * reach) @ camera.rotation.T + camera.translation
+        rotation = camera.rotation
+        position = camera.translation
+        self.rays = rays = np.stack([u, v, np.ones_like(u)], axis=-1) @ np.linalg.inv(camera.intrinsic).T
+        slope = rays @ rotation[2]
+        drop = GROUND_Z - position[2]
+        self.depth = depth = np.where(slope < 0, drop / np.minimum(slope, -1e-6), np.inf)
+        reach = np.minimum(depth, 1e4)[..., None]
+        ground = (rays * reach) @ rotation.T + position
         self.map_pixels = _map_pixels(ground[..., :2]).astype(np.float32)
 
 
@@ -120,12 +125,14 @@ class Renderer:
         """Return what is seen at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
         boxes = boxes_in_lidar(world, frame, lidar_pose)
         ground = _paint_ground(world, lidar_pose)
-        images, points = [], []
+        look = world.look
+        images = []
+        points = []
         visible = np.zeros(len(boxes), dtype=np.int64)
         for view in self._views:
             map_x, map_y = cv2.split(view.map_pixels)
-            image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=world.look["verge"])
-            image[np.isinf(view.depth)] = world.look["sky"]
+            image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=look["verge"])
+            image[np.isinf(view.depth)] = look["sky"]
             face_ids, owners, planes = _paint_boxes(image, view.camera, boxes, world.agents.colors)
             pixels_of_face = np.bincount(face_ids.ravel(), minlength=len(owners) + 1)[1:]
             np.add.at(visible, owners, pixels_of_face)
@@ -139,20 +146,24 @@ class Renderer:
 
 def _paint_ground(world: World, lidar_pose: np.ndarray) -> np.ndarray:
     """Return the map of the ground around the vehicle, BGR [n, n, 3]."""
-    road, half = world.road, world.road.half_width
+    road = world.road
+    look = world.look
+    left_edge = road.half_width
+    right_edge = -left_edge
     station = road.nearest_station(lidar_pose[:2, 3])
-    start, stop = station - 75, station + 75
+    start = station - 75
+    stop = station + 75
     strips = [
-        (-half - 3.5, half + 3.5, start, stop, _PAVEMENT),
-        (-half - 0.15, half + 0.15, start, stop, _WHITE),
-        (-half + 0.15, half - 0.15, start, stop, world.look["road"]),
+        (right_edge - 3.5, left_edge + 3.5, start, stop, _PAVEMENT),
+        (right_edge - 0.15, left_edge + 0.15, start, stop, _WHITE),
+        (right_edge + 0.15, left_edge - 0.15, start, stop, look["road"]),
     ]
     for offset in road.dividers:
         strips.append((offset - 0.1, offset + 0.1, start, stop, _WHITE if offset else _YELLOW))
     for crossing in road.crossings:
-        for right in np.arange(-half + 0.4, half - 0.5, 1.1):
+        for right in np.arange(right_edge + 0.4, left_edge - 0.5, 1.1):
             strips.append((right, right + 0.55, crossing - 1.5, crossing + 1.5, _WHITE))
-    canvas = np.full((_MAP_SIZE, _MAP_SIZE, 3), world.look["verge"], np.uint8)
+    canvas = np.full((_MAP_SIZE, _MAP_SIZE, 3), look["verge"], np.uint8)
     for *edges, color in strips:
         outline = _map_pixels(seen_from(lidar_pose, road.strip(*edges)))
         cv2.fillPoly(canvas, [_fixed_point(outline)], color, cv2.LINE_AA, _SUBPIXEL)
@@ -175,17 +186,21 @@ def _paint_boxes(
         of the face.
     """
     face_ids = np.zeros(image.shape[:2], np.int32)
-    corners = (box_corners(boxes) - camera.translation) @ camera.rotation  # [n, 8, 3]
-    distance = np.linalg.norm(boxes[:, :2] - camera.translation[:2], axis=1)
+    position = camera.translation
+    corners = (box_corners(boxes) - position) @ camera.rotation  # [n, 8, 3]
+    distance = np.linalg.norm(boxes[:, :2] - position[:2], axis=1)
     near = np.flatnonzero((corners[..., 2].max(axis=1) > _NEAR) & (distance < _MAP_RANGE))
-    owners, planes = [], []
+    owners = []
+    planes = []
     for owner in near[np.argsort(-distance[near])]:
-        faces = corners[owner][_FACES]  # [5, 4, 3]
+        of_box = corners[owner]
+        faces = of_box[_FACES]  # [5, 4, 3]
         middles = faces.mean(axis=1)
-        outward = middles - corners[owner].mean(axis=0)
+        outward = middles - of_box.mean(axis=0)
         to_face = np.einsum("fi,fi->f", outward, middles)  # negative for a face that is seen from outside
         for face in np.flatnonzero(to_face < 0):
-            polygon = polygon_inside(faces[face], faces[face, :, 2] - _NEAR)
+            outline = faces[face]
+            polygon = polygon_inside(outline, outline[:, 2] - _NEAR)
             if len(polygon) < 3:
                 continue
             pixels = _fixed_point(projected(polygon @ camera.intrinsic.T) - 0.5)
@@ -201,14 +216,17 @@ def _paint_boxes(
 def _seen_points(view: _View, face_ids: np.ndarray, planes: np.ndarray) -> np.ndarray:
     """Return the points [m, 3] in the lidar frame that every eighth row and fourth column of pixels shows."""
     grid = np.s_[4::8, 2::4]
-    ids, rays, depth = face_ids[grid], view.rays[grid], view.depth[grid].copy()
+    ids = face_ids[grid]
+    rays = view.rays[grid]
+    depth = view.depth[grid].copy()
     on_face = ids > 0
     face = planes[ids[on_face] - 1]
     # The ray of a pixel on the rim of a face that is seen from the side may miss the face and meet its plane far away.
     on_plane = 1 / np.einsum("pi,pi->p", face[:, :3], rays[on_face])
     depth[on_face] = np.clip(on_plane, face[:, 3], face[:, 4])
     near = depth < _FAR
-    return (rays[near] * depth[near, None]) @ view.camera.rotation.T + view.camera.translation
+    camera = view.camera
+    return (rays[near] * depth[near, None]) @ camera.rotation.T + camera.translation
 
 
 def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarray:
@@ -216,5 +234,6 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
     agents = world.agents
     xy = seen_from(lidar_pose, agents.xy[:, frame])
     yaw = agents.yaw[:, frame] - yaw_of(lidar_pose)
-    z = GROUND_Z + agents.sizes[:, 2] / 2
-    return np.concatenate([xy, z[:, None], agents.sizes, yaw[:, None]], axis=1)
+    sizes = agents.sizes
+    z = GROUND_Z + sizes[:, 2] / 2
+    return np.concatenate([xy, z[:, None], sizes, yaw[:, None]], axis=1)

@@ -123,26 +123,29 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     poses = [_ego_pose(world, frame) for frame in range(num_frames)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
     infos = []
+    sweeps: list[dict] = []  # The first frame of a scene has none, as in nuScenes.
     for frame, (time, pose, lidar_pose) in enumerate(zip(times, poses, lidar_poses, strict=True)):
         token = f"{scene}-{frame:02d}"
         shot = renderer.shoot(world, frame, lidar_pose, rng)
-        shot.points.tofile(folder / "samples" / "LIDAR_TOP" / f"{token}.bin")
+        lidar_path = f"samples/LIDAR_TOP/{token}.bin"
+        shot.points.tofile(folder / lidar_path)
         info = {
             "token": token,
             "scene_token": scene,
             "timestamp": time,
-            "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
-            # The first frame of a scene has no sweeps, as in nuScenes.
-            "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
+            "lidar_path": lidar_path,
+            "sweeps": sweeps,
             "cams": _write_images(folder, token, renderer.cameras, shot.images),
             **_pose_entries("lidar2ego", _LIDAR_TO_EGO),
             **_pose_entries("ego2global", pose),
             "map_location": "driving-scenes",
             "map_annos": _map_annotations(world, lidar_pose, stamp["roi_size"]),
+            **_agent_annotations(world, frame, num_frames, lidar_pose, shot.visible),
+            **ego_future(lidar_poses, times, frame),
+            "ego_status": _ego_status(world, frame),
         }
-        info |= _agent_annotations(world, frame, num_frames, lidar_pose, shot.visible)
-        info |= ego_future(lidar_poses, times, frame) | {"ego_status": _ego_status(world, frame)}
         infos.append(info)
+        sweeps = [{"data_path": lidar_path}]
     return infos
 
 
@@ -150,15 +153,19 @@ def _write_images(folder: Path, token: str, cameras: list[Camera], images: list[
     """Write the images of a frame and return the records of the cameras."""
     records = {}
     for camera, image in zip(cameras, images, strict=True):
-        name = f"samples/{camera.name}/{token}.jpg"
-        if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
-            raise OSError(f"make_driving_scenes: cannot write {folder / name}")
-        to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
-        records[camera.name] = {
+        sensor = camera.name
+        rotation = camera.rotation
+        translation = camera.translation
+        name = f"samples/{sensor}/{token}.jpg"
+        path = folder / name
+        if not cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
+            raise OSError(f"make_driving_scenes: cannot write {path}")
+        to_ego = _LIDAR_TO_EGO @ pose_matrix(translation, rotation)
+        records[sensor] = {
             "data_path": name,
             **_pose_entries("sensor2ego", to_ego),
-            "sensor2lidar_rotation": camera.rotation,
-            "sensor2lidar_translation": camera.translation,
+            "sensor2lidar_rotation": rotation,
+            "sensor2lidar_translation": translation,
             "cam_intrinsic": camera.intrinsic,
         }
     return records
@@ -193,7 +200,8 @@ def _agent_annotations(
     turn = lidar[:2, :2]
     offsets = np.diff(agents.xy[near, frame : frame + known + 1], axis=1) @ turn
     futures, masks = padded_steps(offsets, AGENT_STEPS)
-    pixels = np.where(visible[near] >= _MIN_VISIBLE_PIXELS, visible[near], 0)
+    seen = visible[near]
+    pixels = np.where(seen >= _MIN_VISIBLE_PIXELS, seen, 0)
     return {
         "gt_boxes": boxes[near],
         "gt_names": np.array([DRIVING_CLASSES[label] for label in agents.labels[near]], dtype=str),
@@ -209,17 +217,20 @@ def _agent_annotations(
 
 def _ego_status(world: World, frame: int) -> np.ndarray:
     """Return acceleration, rotation rate, velocity (3 each) and steering angle of the ego vehicle, float32 [10]."""
-    speeds, yaws = world.ego_speed, np.unwrap(world.ego_yaw)
-    acceleration, yaw_rate = np.gradient(speeds, STEP_S)[frame], np.gradient(yaws, STEP_S)[frame]
+    speeds = world.ego_speed
+    yaws = np.unwrap(world.ego_yaw)
+    acceleration, yaw_rate = np.gradient([speeds, yaws], STEP_S, axis=1)[:, frame]
     speed = speeds[frame]
-    sideways, steering = yaw_rate * speed, yaw_rate / max(speed, 1) * _WHEEL_BASE_M
+    sideways = yaw_rate * speed
+    steering = yaw_rate / max(speed, 1) * _WHEEL_BASE_M
     status = [acceleration, sideways, 9.8, 0, 0, yaw_rate, speed, 0, 0, steering]
     return np.array(status, dtype=np.float32)
 
 
 def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> dict[int, list[np.ndarray]]:
     """Return the polylines of each map class within the region around the vehicle, in the lidar frame."""
-    road, half = world.road, world.road.half_width
+    road = world.road
+    half = road.half_width
     here = road.nearest_station(lidar[:2, 3])
     lines: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
     for crossing in road.crossings:

@@ -1,6 +1,7 @@
 """The world of the synthetic driving scenes: a road, and the motion of the ego vehicle and of all other agents."""
 
 from dataclasses import dataclass
+from math import pi
 
 import numpy as np
 
@@ -22,16 +23,14 @@ _LANE_WIDTH = 3.5
 _STATION_SPACING = 0.5
 _GAP_M = 0.3  # between agents side by side
 _EASE_S = 3.0  # in which a driver changes the speed
-_FOLLOWING_M, _HEADWAY_S = (
-    13.0,
-    1.2,
-)  # how far behind the vehicle ahead a driver stops, and how much earlier drives
+_FOLLOWING_M = 13.0  # how far behind the vehicle ahead a driver stops
+_HEADWAY_S = 1.2  # in which a driver would cover the rest of the gap
 
 # The class, the station and the offset, at all or at each of the times, and the angle from the road.
 _Motion = tuple[str, np.ndarray | float, np.ndarray | float, float]
 
 _TICK_S = 0.1  # time step of the driver model
-_ACCELERATION, _LATERAL_ACCELERATION = 2.0, 2.0  # comfortable values in m/s^2
+_ACCELERATION = _LATERAL_ACCELERATION = 2.0  # comfortable values in m/s^2
 
 
 @dataclass
@@ -109,18 +108,21 @@ class World:
 
 def make_world(rng: np.random.Generator, num_frames: int) -> World:
     """Return a random scene of ``num_frames`` steps of 0.5 s, drawn from ``rng``."""
+    uniform = rng.uniform
+    integers = rng.integers
     times = np.arange(num_frames) * STEP_S
     road = _make_road(rng)
-    ego_lane = np.full(num_frames, rng.choice(road.lanes[road.lanes < 0]))
+    lanes = road.lanes
+    ego_lane = np.full(num_frames, rng.choice(lanes[lanes < 0]))
     leader = None
     if rng.random() < 0.5:
-        leader = _drive(road, _wanted_speed(rng, times), rng.uniform(_FOLLOWING_M, 30.0), 1)
-    ego_station = _drive(road, np.full(num_frames, rng.uniform(4.5, 9.0)), 0.0, 1, leader)
+        leader = _drive(road, _wanted_speed(rng, times), uniform(_FOLLOWING_M, 30.0), 1)
+    ego_station = _drive(road, np.full(num_frames, uniform(4.5, 9.0)), 0.0, 1, leader)
     ego_xy, ego_yaw = road.place(ego_station, ego_lane)
     look = {
-        "road": [int(rng.integers(70, 115))] * 3,
-        "verge": rng.integers((50, 80, 45), (90, 130, 80)).tolist(),
-        "sky": rng.integers((170, 150, 110), (240, 210, 190)).tolist(),
+        "road": [int(integers(70, 115))] * 3,
+        "verge": integers((50, 80, 45), (90, 130, 80)).tolist(),
+        "sky": integers((170, 150, 110), (240, 210, 190)).tolist(),
     }
     agents = _make_agents(rng, road, times, (ego_station, ego_lane), leader)
     return World(road, np.gradient(ego_station, STEP_S), ego_xy, ego_yaw, agents, look)
@@ -128,24 +130,28 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
 
 def _make_road(rng: np.random.Generator) -> Road:
     stations = np.arange(-90.0, 260.0, _STATION_SPACING)
-    bend, length, ease = rng.uniform(0.012, 0.03), rng.uniform(35, 80), 12.0
+    uniform = rng.uniform
+    bend = uniform(0.012, 0.03)
+    length = uniform(35, 80)
+    ease = 12.0
     if rng.random() < 0.5:  # a corner instead of a long bend
-        bend, ease = rng.uniform(0.04, 0.06), 8.0
-        length = rng.uniform(0.8, 1.5) / bend + ease
-    start = rng.uniform(-5, 35)
+        bend = uniform(0.04, 0.06)
+        ease = 8.0
+        length = uniform(0.8, 1.5) / bend + ease
+    start = uniform(-5, 35)
     turn = rng.choice((-1, 0, 1), p=(0.375, 0.25, 0.375))
     curvature = rng.normal(0, 0.001) + turn * bend * _eased(stations, start, length, ease)
     origin = int(np.argmin(np.abs(stations)))
     heading = np.cumsum(curvature) * _STATION_SPACING
-    heading = heading - heading[origin] + rng.uniform(-np.pi, np.pi)
+    heading = heading - heading[origin] + uniform(-pi, pi)
     xy = np.cumsum(np.stack([np.cos(heading), np.sin(heading)], axis=-1), axis=0) * _STATION_SPACING
-    xy = xy - xy[origin] + rng.uniform(-500, 500, 2)
+    xy = xy - xy[origin] + uniform(-500, 500, 2)
     squared = _LATERAL_ACCELERATION / np.maximum(np.abs(curvature), 1e-6)
     apart = np.abs(stations[:, None] - stations)
     speed = np.sqrt((squared + 2 * _ACCELERATION * apart).min(axis=1))
     right, left = rng.integers(1, 3, 2)  # lanes along and against the line
-    half_width = 2 * _LANE_WIDTH + rng.uniform(2.2, 2.8)  # a strip for parking on both sides
-    crossings = np.arange(rng.uniform(-30, 30), 180, rng.uniform(35, 70)).tolist()
+    half_width = 2 * _LANE_WIDTH + uniform(2.2, 2.8)  # a strip for parking on both sides
+    crossings = np.arange(uniform(-30, 30), 180, uniform(35, 70)).tolist()
     dividers = np.arange(-right, left + 1) * _LANE_WIDTH
     return Road(stations, xy, heading, speed, dividers, half_width, crossings)
 
@@ -161,7 +167,8 @@ def _drive(
         start: the first station. direction: +1 along the road, -1 against it.
         leader: [T], the stations of the vehicle ahead, if there is one.
     """
-    stations, station = np.empty_like(wanted), start
+    stations = np.empty_like(wanted)
+    station = start
     for frame, speed in enumerate(wanted):
         stations[frame] = station
         for _ in range(round(STEP_S / _TICK_S)):
@@ -173,8 +180,11 @@ def _drive(
 
 def _wanted_speed(rng: np.random.Generator, times: np.ndarray) -> np.ndarray:
     """Return the speed [T] of a driver who keeps it, or for a while drives at another one or stops."""
-    usual, begin, hold = rng.uniform(2.0, 10.0), rng.uniform(0, times[-1]), rng.uniform(2.0, 8.0)
-    factor = rng.choice((1.0, rng.uniform(0.0, 1.5), 0.0), p=(0.5, 0.3, 0.2))
+    uniform = rng.uniform
+    usual = uniform(2.0, 10.0)
+    begin = uniform(0, times[-1])
+    hold = uniform(2.0, 8.0)
+    factor = rng.choice((1.0, uniform(0.0, 1.5), 0.0), p=(0.5, 0.3, 0.2))
     return usual * (1 + (factor - 1) * _eased(times, begin, hold, _EASE_S))
 
 
@@ -210,32 +220,31 @@ def _make_agents(
 
 def _draw_agent(rng: np.random.Generator, road: Road, times: np.ndarray, end: float) -> _Motion:
     """Return the motion of a random agent, which starts at a station up to ``end``."""
-    start, side = rng.uniform(-28, end), rng.choice((-1, 1))
-    kerb, facing = side * road.half_width, np.pi * (side > 0)
+    uniform = rng.uniform
+    choice = rng.choice
+    start = uniform(-28, end)
+    side = choice((-1, 1))
+    kerb = side * road.half_width
+    facing = pi * (side > 0)
     vehicle = "car" if rng.random() < 0.72 else "truck"
-    kind = rng.choice(list(_SHARES), p=list(_SHARES.values()))
+    kind = choice(list(_SHARES), p=list(_SHARES.values()))
     match kind:
         case "driving":
-            lane = rng.choice(road.lanes)
+            lane = choice(road.lanes)
             station = _drive(road, _wanted_speed(rng, times), start, -np.sign(lane))
-            return vehicle, station, lane, np.pi * (lane > 0)
+            return vehicle, station, lane, pi * (lane > 0)
         case "parked":
             return vehicle, start, kerb - side * 1.35, facing
         case "walking":
-            speed = rng.uniform(-1.8, 1.8)
-            return (
-                "pedestrian",
-                start + speed * times,
-                kerb + side * rng.uniform(0.8, 3.0),
-                np.pi * (speed < 0),
-            )
+            speed = uniform(-1.8, 1.8)
+            return "pedestrian", start + speed * times, kerb + side * uniform(0.8, 3.0), pi * (speed < 0)
         case "crossing":
-            way = rng.uniform(0.9, 1.7) * np.clip(times - rng.uniform(-2, times[-1]), 0, None)
-            station = rng.choice(road.crossings) + rng.uniform(-1, 1)
-            return "pedestrian", station, kerb + side * (0.8 - way), -side * np.pi / 2
+            way = uniform(0.9, 1.7) * np.clip(times - uniform(-2, times[-1]), 0, None)
+            station = choice(road.crossings) + uniform(-1, 1)
+            return "pedestrian", station, kerb + side * (0.8 - way), -side * pi / 2
         case "cycling":
-            return "bicycle", start - side * rng.uniform(2.0, 5.5) * times, kerb - side * 2.6, facing
-    return "traffic_cone", start, kerb - side * rng.uniform(0.2, 3.0), 0.0
+            return "bicycle", start - side * uniform(2.0, 5.5) * times, kerb - side * 2.6, facing
+    return "traffic_cone", start, kerb - side * uniform(0.2, 3.0), 0.0
 
 
 def _meet(
@@ -254,8 +263,9 @@ def _meet(
 
 def _color(rng: np.random.Generator, kind: str) -> np.ndarray:
     """Return a random BGR colour. Cones are orange, and other agents are not as grey as the road."""
+    integers = rng.integers
     if kind == "traffic_cone":
-        return np.array([20, 90, 235]) + rng.integers(-15, 16, 3)
-    color = rng.integers(20, 235, 3)
-    color[rng.integers(3)] = rng.choice((25, 230))
+        return np.array([20, 90, 235]) + integers(-15, 16, 3)
+    color = integers(20, 235, 3)
+    color[integers(3)] = rng.choice((25, 230))
     return color

@@ -21,9 +21,11 @@ ROTATED_SHAPE_CLASSES = ("ellipse", "rectangle", *SHAPE_CLASSES[2:])
 
 _SUPERSAMPLING = 4
 _MIN_VISIBLE = 0.25
-_LEAST_RADIUS, _LEAST_ROTATED_RADIUS = 6.0, 9.0  # pixels
+_LEAST_RADIUS = 6.0  # pixels
+_LEAST_ROTATED_RADIUS = 9.0
 # The logarithms of the stretches. The box of a rotated shape is at least 1.5 times as long as it is wide.
-_STRETCHES, _ROTATED_STRETCHES = (-0.15, 0.15), (0.3, 0.6)
+_STRETCHES = (-0.15, 0.15)
+_ROTATED_STRETCHES = (0.3, 0.6)
 
 
 class Shape(NamedTuple):
@@ -85,20 +87,24 @@ def _paint(
     Returns:
         the label, the area of the whole shape, and the corners [4, 2] of its turned box.
     """
+    uniform = rng.uniform
     size = len(canvas)
     label = int(rng.integers(len(SHAPE_CLASSES)))
     least = _LEAST_ROTATED_RADIUS if rotated else _LEAST_RADIUS
     radius = least * (0.28 * size / least) ** rng.random()
-    stretch = math.exp(rng.uniform(*(_ROTATED_STRETCHES if rotated else _STRETCHES)))
-    turn = rng.uniform(0, 2 * math.pi)
-    center = rng.uniform(0.75 * radius, size - 0.75 * radius, 2)
+    stretch = math.exp(uniform(*(_ROTATED_STRETCHES if rotated else _STRETCHES)))
+    turn = uniform(0, 2 * math.pi)
+    inset = 0.75 * radius
+    center = uniform(inset, size - inset, 2)
 
-    cos, sin = math.cos(turn), math.sin(turn)
+    cos = math.cos(turn)
+    sin = math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
     of_radius_1 = _OUTLINES[SHAPE_CLASSES[label]]
     outer, *holes = outlines = [outline @ to_image.T + center for outline in of_radius_1]
     whole = of_radius_1[0]
-    (left, top), (right, bottom) = whole.min(axis=0), whole.max(axis=0)
+    left, top = whole.min(axis=0)
+    right, bottom = whole.max(axis=0)
     corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom)]) @ to_image.T + center
     area = polygon_area(outer) - sum(map(polygon_area, holes))
 
@@ -150,32 +156,30 @@ def _coverage(outlines: list[np.ndarray], width: int, height: int) -> Image.Imag
     draw = ImageDraw.Draw(fine)
     for fill, outline in zip((255, 0), outlines, strict=False):
         # In Pillow, pixel centres are at whole numbers. In the outlines, they are at halves.
-        draw.polygon([tuple(point) for point in outline * _SUPERSAMPLING - 0.5], fill=fill)
+        draw.polygon(list(map(tuple, outline * _SUPERSAMPLING - 0.5)), fill=fill)
     return fine.reduce(_SUPERSAMPLING)
 
 
 def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) -> np.ndarray:
     """Return colours, float32 [h, w, 3], at the coordinates ``local`` [h, w, 2] of a shape of radius 1."""
+    uniform = rng.uniform
     colour = _colour(rng, saturation=(0.4, 1.0), value=(0.5, 1.0))
     for _ in range(8):
         if np.abs(colour - around).max() > 110:
             break
         colour = _colour(rng, saturation=(0.4, 1.0), value=(0.3, 1.0))
-    second = (
-        (colour * rng.uniform(0.7, 0.9))
-        if rng.random() < 0.5
-        else colour + rng.uniform(0.1, 0.35) * (255 - colour)
-    )
-    u, v = local[..., 0], local[..., 1]
-    frequency = rng.uniform(5.0, 10.0)
-    kind = int(rng.integers(5))
+    is_darker = rng.random() < 0.5
+    second = colour * uniform(0.7, 0.9) if is_darker else colour + uniform(0.1, 0.35) * (255 - colour)
+    u, v = np.moveaxis(local, -1, 0)
+    frequency = uniform(5.0, 10.0)
+    kind = rng.integers(5)
     pattern = _pattern(kind, u, v, frequency)
     mix = 1 / (1 + np.exp(-4.0 * pattern)) if kind else pattern
     light = 1.05 - 0.15 * np.hypot(u - 0.3, v - 0.3)
     return ((colour + mix[..., None] * (second - colour)) * light[..., None]).astype(np.float32)
 
 
-def _pattern(kind: int, u: np.ndarray, v: np.ndarray, frequency: float) -> np.ndarray:
+def _pattern(kind: np.integer, u: np.ndarray, v: np.ndarray, frequency: float) -> np.ndarray:
     """Return the values of a plain, striped, chequered, dotted or shaded pattern at places (u, v) of a shape."""
     match kind:
         case 0:
@@ -183,7 +187,8 @@ def _pattern(kind: int, u: np.ndarray, v: np.ndarray, frequency: float) -> np.nd
         case 1:
             return np.sin(frequency * u)
         case 2:
-            return 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
+            lower = 0.7 * frequency
+            return 2.0 * np.sin(lower * u) * np.sin(lower * v)
         case 3:
             return 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
     return 0.3 * (u + v)
@@ -254,13 +259,15 @@ def make_shapes(
 
 
 def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
-    (folder / "annotations").mkdir()
+    annotations = folder / "annotations"
+    annotations.mkdir()
     for split_number, split in enumerate(_SPLITS):
-        (folder / split).mkdir()
-        tasks = [(folder / split, split_number, index, stamp) for index in range(stamp[f"num_{split}"])]
+        images = folder / split
+        images.mkdir()
+        tasks = [(images, split_number, index, stamp) for index in range(stamp[f"num_{split}"])]
         objects_of_images = draw_each(_write_image, tasks, num_workers)
         content = _coco(split, objects_of_images, stamp)
-        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
+        (annotations / f"instances_{split}.json").write_text(json.dumps(content))
 
 
 def _write_image(folder: Path, split_number: int, index: int, stamp: dict) -> list[Shape]:
