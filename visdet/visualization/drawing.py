@@ -11,6 +11,7 @@ from visdet.structures.fonts import legible
 
 _BACKGROUND = (24, 26, 30)
 _CAPTION_COLOUR = (225, 228, 232)
+_BLACK = (0, 0, 0)
 # A place outside of every picture, in pixels. Pillow draws no numbers that are infinite or do not fit a C int.
 _FAR = 1e6
 
@@ -58,28 +59,33 @@ def draw_boxes(
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))
     size = max(11, round(14 * scale))
+    rim = line_width + 2
     outlines = boxes = boxes.clip(-_FAR, _FAR)
-    if boxes.ndim == 3:
+    is_turned = boxes.ndim == 3
+    if is_turned:
         boxes = np.concatenate([boxes.min(axis=1), boxes.max(axis=1)], axis=1)
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(boxes[i]).any()]
+    lefts, tops, rights, bottoms = boxes.T
+    areas = (rights - lefts) * (bottoms - tops)
+    order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(areas[i])]
     # A dark line around the coloured one keeps it visible on any background.
     for i in order:
         colour = tuple(colours[i])
-        if outlines.ndim == 3:
-            corners = [tuple(corner) for corner in outlines[i].tolist()]
+        if is_turned:
+            corners = list(map(tuple, outlines[i].tolist()))
             around = [*corners, *corners[:2]]  # to the second one, so that all joints are round
-            draw.line(around, (0, 0, 0), line_width + 2, joint="curve")
+            draw.line(around, _BLACK, rim, joint="curve")
             draw.line(around, colour, line_width, joint="curve")
             continue
-        x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
-        x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column, too.
-        draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=(0, 0, 0), width=line_width + 2)
+        x1, y1, x2, y2 = map(round, boxes[i].tolist())
+        x2 = max(x2 - 1, x1)  # Pillow paints the last row and column, too.
+        y2 = max(y2 - 1, y1)
+        draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=_BLACK, width=rim)
         draw.rectangle((x1, y1, x2, y2), outline=colour, width=line_width)
     taken: list[tuple[int, int, int, int]] = []
     for i in order:
-        if texts[i]:
-            text, font = _text_and_font(texts[i], size)
+        label = texts[i]
+        if label:
+            text, font = _text_and_font(label, size)
             taken.append(_draw_label(draw, canvas.size, boxes[i], text, tuple(colours[i]), font, taken))
     return np.asarray(canvas)
 
@@ -96,30 +102,33 @@ def _draw_label(
     """Draw a label at the first free corner of its box and return the rectangle that it covers."""
     ascent, descent = font.getmetrics()
     pad = max(2, ascent // 5)
-    width, height = round(draw.textlength(text, font=font)) + 2 * pad, ascent + descent + pad // 2
-    x1, y1, x2, y2 = (round(float(side)) for side in box)
+    width = round(draw.textlength(text, font=font)) + 2 * pad
+    height = ascent + descent + pad // 2
+    x1, y1, x2, y2 = map(round, box.tolist())
     places = []
     for x, y in ((x1 - 1, y1 - height), (x1, y1), (x2 - width, y1 - height), (x1 - 1, y2), (x1, y2 - height)):
         inside_x = min(max(x, 0), max(canvas_size[0] - width, 0))
         inside_y = min(max(y, 0), max(canvas_size[1] - height, 0))
         places.append((abs(inside_y - y), (inside_x, inside_y, inside_x + width, inside_y + height)))
-    fitting = [place for moved, place in places if not moved and not _meets_any(place, taken)]
-    place = fitting[0] if fitting else min(places)[1]
-    draw.rectangle((*place[:2], place[2] - 1, place[3] - 1), fill=colour)
-    luminance = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
-    text_colour = (0, 0, 0) if luminance > 140 else (255, 255, 255)
-    draw.text((place[0] + pad, place[1] + pad // 4), text, fill=text_colour, font=font)
+    free = (place for moved, place in places if not (moved or _meets_any(place, taken)))
+    left, top, right, bottom = place = next(free, min(places)[1])
+    draw.rectangle((left, top, right - 1, bottom - 1), fill=colour)
+    red, green, blue = colour
+    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
+    text_colour = _BLACK if luminance > 140 else (255, 255, 255)
+    draw.text((left + pad, top + pad // 4), text, fill=text_colour, font=font)
     return place
 
 
 def _meets_any(a: tuple[int, int, int, int], others: Iterable[tuple[int, int, int, int]]) -> bool:
     """Return whether a rectangle (x1, y1, x2, y2) overlaps one of others."""
-    return any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for b in others)
+    left, top, right, bottom = a
+    return any(left < x2 and x1 < right and top < y2 and y1 < bottom for x1, y1, x2, y2 in others)
 
 
 def side_by_side(images: Sequence[np.ndarray], captions: Sequence[str] | None = None) -> np.ndarray:
     """Return images of equal height next to each other, with captions above them if they are given."""
-    return contact_sheet([images], captions, gap=max(4, images[0].shape[0] // 64))
+    return contact_sheet([images], captions, gap=max(4, len(images[0]) // 64))
 
 
 def contact_sheet(
@@ -141,12 +150,14 @@ def contact_sheet(
     cell_h, cell_w = np.max([image.shape[:2] for image in images], axis=0).tolist()
     size = max(13, round(cell_h / 30))
     top = 2 * size + gap if captions else 0
-    width = max(map(len, rows)) * (cell_w + gap) + gap
-    height = top + len(rows) * (cell_h + gap) + gap
+    step_x = cell_w + gap
+    step_y = cell_h + gap
+    width = max(map(len, rows)) * step_x + gap
+    height = top + len(rows) * step_y + gap
     sheet = np.full((height, width, 3), _BACKGROUND, np.uint8)
 
     def left_of(column: int, own_width: int) -> int:
-        return gap + column * (cell_w + gap) + (cell_w - own_width) // 2
+        return gap + column * step_x + (cell_w - own_width) // 2
 
     for column, caption in enumerate(captions or ()):
         place = (left_of(column, text_width(caption, size)), gap + round(1.5 * size))
@@ -155,7 +166,7 @@ def contact_sheet(
         for c, image in enumerate(row):
             h, w = image.shape[:2]
             left = left_of(c, w)
-            upper = top + gap + r * (cell_h + gap) + (cell_h - h) // 2
+            upper = top + gap + r * step_y + (cell_h - h) // 2
             sheet[upper : upper + h, left : left + w] = image
     return sheet
 
@@ -181,7 +192,7 @@ def write_text(
     text, font = _text_and_font(text, size)
     image = Image.fromarray(canvas)
     ImageDraw.Draw(image).text(
-        place, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
+        place, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=_BLACK
     )
     canvas[:] = np.asarray(image)
 

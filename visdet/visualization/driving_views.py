@@ -19,9 +19,12 @@ from visdet.structures.poses import box_corners, projected
 from .drawing import contact_sheet, text_width, write_text
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
-PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
-_BACKGROUND, _EGO_COLOR = (24, 26, 30), (235, 235, 235)
-_EGO_LENGTH, _EGO_WIDTH = 4.08, 1.73
+PLAN_COLOR = (255, 60, 200)
+TRUTH_COLOR = (40, 230, 230)
+_BACKGROUND = (24, 26, 30)
+_EGO_COLOR = (235, 235, 235)
+_EGO_LENGTH = 4.08
+_EGO_WIDTH = 1.73
 # The places of the cameras in the picture, in one row for the front and one for the back.
 _PLACES = (
     ("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"),
@@ -58,15 +61,17 @@ class Scene:
 
     def number(self, index: int) -> str:
         """Return the id of a box as text, which is empty if it has none."""
-        return "" if self.ids is None or self.ids[index] < 0 else str(int(self.ids[index]))
+        ids = self.ids
+        return "" if ids is None or ids[index] < 0 else str(int(ids[index]))
 
 
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
     """Return the ground truth of one frame. Parts that the sample lacks stay empty."""
     sample = sample.numpy()
-    boxes = sample.get("gt_bboxes_3d", np.zeros((0, 9)))
-    scene = Scene(boxes, sample.get("gt_labels_3d", np.zeros(0, int)))
-    ids = sample.get("instance_id")
+    get = sample.get
+    boxes = get("gt_bboxes_3d", np.zeros((0, 9)))
+    scene = Scene(boxes, get("gt_labels_3d", np.zeros(0, int)))
+    ids = get("instance_id")
     if ids is not None and len(ids) == len(boxes):
         scene.ids = np.asarray(ids)
     if "gt_agent_fut_trajs" in sample:
@@ -95,9 +100,11 @@ def scene_of_prediction(
         num_modes: the number of trajectories per box, the most probable ones.
     """
     result = predictions_of(sample.numpy())
-    labels, scores = result.get("labels_3d", np.zeros(0, int)), result.get("scores_3d", np.zeros(0))
+    get = result.get
+    labels = get("labels_3d", np.zeros(0, int))
+    scores = get("scores_3d", np.zeros(0))
     kept = np.flatnonzero(scores >= _least(score_thr, labels))
-    scene = Scene(result.get("boxes_3d", np.zeros((0, 9)))[kept], labels[kept])
+    scene = Scene(get("boxes_3d", np.zeros((0, 9)))[kept], labels[kept])
     if "instance_ids" in result:
         scene.ids = result["instance_ids"][kept]
     if "trajs_3d" in result:
@@ -107,10 +114,11 @@ def scene_of_prediction(
             shares = weights[modes] / max(weights.max(), 1e-6)
             scene.futures.append(list(zip(result["trajs_3d"][row][modes], shares, strict=True)))
     if "vectors" in result:
-        labels, vectors = result["labels"], result["vectors"]
+        labels = result["labels"]
+        vectors = result["vectors"]
         are_kept = result["scores"] >= _least(map_score_thr, labels)
         scene.lines = [(labels[row], vectors[row]) for row in np.flatnonzero(are_kept)]
-    scene.plan = result.get("final_planning")
+    scene.plan = get("final_planning")
     return scene
 
 
@@ -145,7 +153,7 @@ def draw_frame(
         view_width: the width of a camera view in the picture, in pixels.
         title: a text in the lower left corner.
     """
-    shown: Any = prediction if prediction is not None else truth
+    shown: Any = prediction or truth
     colors = class_palette(len(classes))
     views = {}
     for name, image, projection in zip(cam_names, images, lidar2img, strict=True):
@@ -164,7 +172,7 @@ def draw_frame(
     cameras = _tile(views)
     full_width = cameras.shape[1]
     width = full_width // len(panels)
-    true_plan = truth.plan if truth is not None else None
+    true_plan = truth.plan if truth else None
     above = [
         _draw_from_above(scene, true_plan, colors, reach_m, width, min(width, view_width * 3 // 2), label)
         for label, scene in panels
@@ -172,13 +180,14 @@ def draw_frame(
     picture = np.vstack([cameras, np.hstack(above)[:, :full_width]])
     _write_legend(picture, classes, colors)
     if title:
-        write_text(picture, title, (6, picture.shape[0] - 8))
+        write_text(picture, title, (6, len(picture) - 8))
     return picture
 
 
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
-    names, columns = list(views), -(-len(views) // 2)
+    names = list(views)
+    columns = -(-len(names) // 2)
     is_known = views.keys() <= set(_PLACES[0] + _PLACES[1])
     front, back = _PLACES if is_known else (names[:columns], names[columns:])
     dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
@@ -188,16 +197,18 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
     """Draw the boxes into a camera view, the farthest first."""
-    corners = box_corners(scene.boxes)
+    boxes = scene.boxes
+    corners = box_corners(boxes)
     points = np.concatenate([corners, np.ones((len(corners), 8, 1))], axis=2) @ projection.T
-    for index in np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)):
-        inside = points[index, :, 2] > _NEAR
+    for index in np.argsort(-np.linalg.norm(boxes[:, :2], axis=1)):
+        of_box = points[index]
+        inside = of_box[:, 2] > _NEAR
         if not inside.any():
             continue
         color = scene.color(index, colors)
-        for edge in points[index][_EDGES]:
+        for edge in of_box[_EDGES]:
             _draw_edge(view, edge, color)
-        top = projected(points[index, inside]).min(axis=0)
+        top = projected(of_box[inside]).min(axis=0)
         x, y = top.clip(-1e4, 1e4).astype(int).tolist()
         write_text(view, scene.number(index), (x, y - 2), 10, color)
 
@@ -220,6 +231,9 @@ def _draw_from_above(
     label: str,
 ) -> np.ndarray:
     """Return the top view of a scene. The vehicle is in the middle and looks up."""
+    boxes = scene.boxes
+    futures = scene.futures
+    plan = scene.plan
     canvas = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
     scale = min(width, height) / (2 * reach)
 
@@ -235,9 +249,10 @@ def _draw_from_above(
         cv2.circle(canvas, (width * 8, height * 8), radius, (48, 52, 58), 1, cv2.LINE_AA, 4)
     for kind, line in scene.lines:
         path(line, MAP_COLORS[kind % len(MAP_COLORS)], 2)
-    for index, corners in enumerate(box_corners(scene.boxes)[:, :4, :2]):
-        center, color = scene.boxes[index, :2], scene.color(index, colors)
-        for future, weight in scene.futures[index] if scene.futures else ():
+    for index, corners in enumerate(box_corners(boxes)[:, :4, :2]):
+        center = boxes[index, :2]
+        color = scene.color(index, colors)
+        for future, weight in futures[index] if futures else ():
             path(np.vstack([center, future]), [round(part * (0.25 + 0.6 * weight)) for part in color])
         path(corners, color, 2, closed=True)
         path(np.stack([center, corners[:2].mean(axis=0)]), color)
@@ -245,10 +260,10 @@ def _draw_from_above(
         write_text(canvas, scene.number(index), (x + 2, y), 10)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
     cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
-    plans = [(true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)]
-    for plan, color, thickness in plans[:1] if scene.plan is true_plan else plans:
-        if plan is not None:
-            path(np.vstack([[0, 0], plan]), color, thickness)
+    plans = [(true_plan, TRUTH_COLOR, 4), (plan, PLAN_COLOR, 2)]
+    for places, color, thickness in plans[:1] if plan is true_plan else plans:
+        if places is not None:
+            path(np.vstack([[0, 0], places]), color, thickness)
     write_text(canvas, label, (6, 16))
     return canvas
 
@@ -261,7 +276,7 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
     width = max(88, *(text_width(name, 11) for name, _ in entries))
     corner = picture[:, -width - 8 :]
     for row, (name, color) in enumerate(reversed(entries)):
-        write_text(corner, name, (0, picture.shape[0] - 8 - 15 * row), 11, color)
+        write_text(corner, name, (0, len(picture) - 8 - 15 * row), 11, color)
 
 
 def write_gif(

@@ -51,22 +51,22 @@ class DrivingVisualizer(SampleVisualizer):
                 name, of boxes and of lines.
         """
         sample = data_sample.detach().cpu()
-        views = [as_bytes(view) for view in image]
+        views = list(map(as_bytes, image))
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
         meta = self.dataset_meta or {}
+        classes = meta["classes"]
         if draw_pred and has_predictions:
-            of_lines: float | np.ndarray = self.map_score_thr
+            least = self.map_score_thr
+            of_lines: float | np.ndarray = least
             if isinstance(pred_score_thr, Mapping) and "map_classes" in meta:
-                of_lines = threshold_of_each(pred_score_thr, meta["map_classes"], self.map_score_thr)
-            prediction = scene_of_prediction(
-                sample, threshold_of_each(pred_score_thr, meta["classes"]), of_lines
-            )
+                of_lines = threshold_of_each(pred_score_thr, meta["map_classes"], least)
+            prediction = scene_of_prediction(sample, threshold_of_each(pred_score_thr, classes), of_lines)
         picture = draw_frame(
             views,
             sample.projection_mat.numpy(),
-            sample.get("cam_names", [str(number) for number in range(len(views))]),
-            meta["classes"],
+            sample.get("cam_names", list(map(str, range(len(views))))),
+            classes,
             prediction,
             scene_of_truth(sample) if draw_gt or prediction is None else None,
             self.reach_m,

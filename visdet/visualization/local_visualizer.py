@@ -81,30 +81,35 @@ class DetLocalVisualizer(SampleVisualizer):
             return [canvas]
         sample = data_sample.detach().cpu()
         to_truth, to_predictions = _box_scales(sample, image.shape[:2])
+        draw = self._draw
         pictures = []
         if draw_gt and "gt_instances" in sample:
-            picture, scale = canvas, to_truth * factor
+            picture = canvas
+            scale = to_truth * factor
             if "ignored_instances" in sample:
-                picture = self._draw(picture, sample.ignored_instances, scale, _IGNORED_COLOUR)
-            pictures.append(self._draw(picture, sample.gt_instances, scale))
+                picture = draw(picture, sample.ignored_instances, scale, _IGNORED_COLOUR)
+            pictures.append(draw(picture, sample.gt_instances, scale))
         if draw_pred and "pred_instances" in sample:
             predictions = sample.pred_instances
             if len(predictions):
-                least = threshold_of_each(pred_score_thr, self._names(predictions.labels))
-                predictions = predictions[predictions.scores > torch.from_numpy(least)[predictions.labels]]
-            pictures.append(self._draw(canvas, predictions, to_predictions * factor))
+                labels = predictions.labels
+                least = threshold_of_each(pred_score_thr, self._names(labels))
+                predictions = predictions[predictions.scores > torch.from_numpy(least)[labels]]
+            pictures.append(draw(canvas, predictions, to_predictions * factor))
         return pictures or [canvas]
 
     def _names(self, labels: torch.Tensor) -> Sequence[str]:
         """Return the names of the classes, which are numbers if the data set has none."""
-        return (self.dataset_meta or {}).get("classes") or [str(k) for k in range(int(labels.max()) + 1)]
+        return (self.dataset_meta or {}).get("classes") or list(map(str, range(int(labels.max()) + 1)))
 
     def _draw(
         self, canvas: np.ndarray, instances: InstanceData, scale: np.ndarray, colour: tuple | None = None
     ) -> np.ndarray:
         if not len(instances):
             return canvas
-        labels, classes = instances.labels.tolist(), self._names(instances.labels)
+        of_boxes = instances.labels
+        labels = of_boxes.tolist()
+        classes = self._names(of_boxes)
         palette = (self.dataset_meta or {}).get("palette") or class_palette(len(classes))
         texts = [classes[label] for label in labels]
         if "scores" in instances:
@@ -114,15 +119,17 @@ class DetLocalVisualizer(SampleVisualizer):
         colours = [colour or tuple(palette[label]) for label in labels]
         boxes = instances.bboxes.to(torch.float64)
         if boxes.shape[1] == 5:
-            boxes, scale = boxes_to_polygons(boxes), scale[:2]
+            boxes = boxes_to_polygons(boxes)
+            scale = scale[:2]
         return draw_boxes(canvas, boxes.numpy() * scale, texts, colours, self.line_width)
 
 
 def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors [4] that convert true and predicted boxes to pixels of an image of ``image_shape``."""
-    scale_factor = np.tile(sample.get("scale_factor", (1.0, 1.0)), 2)
-    img_shape = tuple(sample.get("img_shape", image_shape))
-    ori_shape = tuple(sample.get("ori_shape", img_shape))
+    get = sample.get
+    scale_factor = np.tile(get("scale_factor", (1.0, 1.0)), 2)
+    img_shape = tuple(get("img_shape", image_shape))
+    ori_shape = tuple(get("ori_shape", img_shape))
     ones = np.ones(4)
     if image_shape == img_shape != ori_shape:
         return ones, scale_factor

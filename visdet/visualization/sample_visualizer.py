@@ -120,8 +120,10 @@ class SampleVisualizer(Visualizer):
             step: the step under which the backends store the picture.
         """
         pictures = self.draw_sample(image, data_sample, draw_gt, draw_pred, pred_score_thr)
-        captions = self.captions if len(pictures) == len(self.captions) else None
-        drawn = side_by_side(pictures, captions) if len(pictures) > 1 else pictures[0]
+        number = len(pictures)
+        captions = self.captions
+        shown = captions if number == len(captions) else None
+        drawn = side_by_side(pictures, shown) if number > 1 else pictures[0]
         self._publish(name, drawn, show, wait_time, out_file, step)
 
     @master_only
@@ -149,11 +151,13 @@ class SampleVisualizer(Visualizer):
         for image, sample in zip(images, data_samples, strict=True):
             pictures = self.draw_sample(image, sample, pred_score_thr=pred_score_thr)
             drawn.append([_shrunk(picture) for picture in pictures])
-        starts = range(0, len(drawn), columns)
+        number = len(drawn)
+        starts = range(0, number, columns)
         rows = [list(chain.from_iterable(drawn[start : start + columns])) for start in starts]
-        has_all = all(len(pictures) == len(self.captions) for pictures in drawn)
-        captions = self.captions * min(columns, len(drawn)) if has_all else None
-        self._publish(name, contact_sheet(rows, captions), out_file=out_file, step=step)
+        captions = self.captions
+        has_all = all(len(pictures) == len(captions) for pictures in drawn)
+        shown = captions * min(columns, number) if has_all else None
+        self._publish(name, contact_sheet(rows, shown), out_file=out_file, step=step)
 
     def _publish(
         self,
