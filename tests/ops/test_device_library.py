@@ -81,6 +81,14 @@ extern "C" void ordered(Record* from, Record* to, int count) {
   emulated::run_block(32, [&] { order_records(from, to, count, bitmap); });
 }
 
+extern "C" void cells_ordered(Record* from, Record* to, const int* starts) {  // of 32 cells
+  static OrderBitmap bitmap;
+  emulated::run_block(32, [&] {
+    const int begin = starts[threadIdx.x];
+    order_records_of_cells(from, to, begin, starts[threadIdx.x + 1] - begin, bitmap);
+  });
+}
+
 extern "C" int cell(double x, double y, int W) { return static_cast<int>(cell_of(x, y, W)); }
 extern "C" int cells(int H, int W) { return static_cast<int>(cell_count(H, W)); }
 """
@@ -169,6 +177,17 @@ def test_records_are_ordered_by_their_samples(library, count, span):
     ordered = torch.zeros_like(given)
     called(library.ordered, given, ordered, len(samples))
     assert torch.equal(ordered, given[given[:, 0].argsort()])
+
+
+def test_the_cells_of_all_lanes_are_ordered_each_by_its_samples(library):
+    counts = torch.tensor([0, 1, 2, 16, 17, 40, 3, 0] * 4)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+    total = int(starts[-1])
+    given = torch.stack([torch.randperm(total), torch.arange(total)], 1).int()
+    ordered = torch.zeros_like(given)
+    called(library.cells_ordered, given.clone(), ordered, starts)
+    expected = [cell[cell[:, 0].argsort()] for cell in given.split(counts.tolist())]
+    assert torch.equal(ordered, torch.cat(expected))
 
 
 def test_cells_are_numbered_row_by_row_from_the_border_on(library):
