@@ -33,6 +33,12 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def stdout(capsys):
+    """Return a function that returns what has been printed since its last call."""
+    return lambda: capsys.readouterr().out
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests that need a CUDA device, or several (``pytest.mark.cuda(devices=2)``), where there are fewer."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -68,7 +68,7 @@ def test_the_report_says_a_warning_once(tmp_path, capsys, caplog):
 
 
 @pytest.mark.parametrize("sides", ["absent", "null"])
-def test_images_without_width_and_height(tmp_path, capsys, sides):
+def test_images_without_width_and_height(tmp_path, stdout, sides):
     def remove(content):
         for image in content["images"]:
             image |= dict(width=None, height=None)
@@ -78,7 +78,7 @@ def test_images_without_width_and_height(tmp_path, capsys, sides):
         Image.new("RGB", (40, 30)).save(tmp_path / "images/1.png", exif=turned())
 
     assert checked(tmp_path, remove) == []
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert (
         "opened for their width and height: 2" in printed
         and "beyond their image: 1 (id 1 in 2.png)" in printed

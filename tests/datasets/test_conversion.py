@@ -257,7 +257,7 @@ model = dict(bbox_head=dict(num_classes={number}))
 """
 
 
-def test_the_commands_report_and_draw(tmp_path, monkeypatch, capsys):
+def test_the_commands_report_and_draw(tmp_path, monkeypatch, stdout):
     monkeypatch.chdir(tmp_path)
 
     def program(*arguments):
@@ -267,7 +267,7 @@ def test_the_commands_report_and_draw(tmp_path, monkeypatch, capsys):
             runpy.run_module("visdet", run_name="__main__")
         except SystemExit as stop:
             status = stop.code or 0
-        return status, capsys.readouterr().out
+        return status, stdout()
 
     yolo(tmp_path / "mine", "[bolt, nut, Nut, washer]", "[images/train, images/val]")
     assert program("convert", "mine") == (1, "") and not (tmp_path / "mine/train.json").exists()

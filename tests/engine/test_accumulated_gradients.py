@@ -27,11 +27,11 @@ EMA = [{"type": "EMAHook"}]
         pytest.param({"train_cfg__max_iters": 24, "custom_hooks": EMA}, id="ema"),
     ],
 )
-def test_a_run_interrupted_between_two_updates_goes_on_as_if_it_had_not_been(tmp_path, options, capsys):
+def test_a_run_interrupted_between_two_updates_goes_on_as_if_it_had_not_been(tmp_path, options, stdout):
     whole = train(tmp_path / "whole", **OPTIONS, **options)
-    capsys.readouterr()
+    stdout()
     rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / f"iter_{AT}.pth"), **OPTIONS, **options)
-    assert " lost" not in capsys.readouterr().out
+    assert " lost" not in stdout()
     check_rest(whole, rest, AT)
 
 
@@ -46,8 +46,8 @@ def test_gradients_are_saved_between_updates_only(tmp_path):
 
 
 @pytest.mark.parametrize("counts", [1, 3])
-def test_gradients_of_other_updates_are_reported_as_lost(tmp_path, counts, capsys):
+def test_gradients_of_other_updates_are_reported_as_lost(tmp_path, counts, stdout):
     train(tmp_path, train_cfg__max_iters=AT + 1, **OPTIONS)
     options = {**OPTIONS, "optim_wrapper__accumulative_counts": counts, "train_cfg__max_iters": AT + 2}
     train(tmp_path / "rest", resume=str(tmp_path / f"iter_{AT}.pth"), **options)
-    assert "between two updates" in capsys.readouterr().out
+    assert "between two updates" in stdout()

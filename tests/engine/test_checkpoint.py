@@ -273,12 +273,12 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
     assert [path.name for path in tmp_path.glob("best_*")] == [twenty]
 
 
-def test_a_metric_without_ground_truth_chooses_no_best_checkpoint(tmp_path, capsys):
+def test_a_metric_without_ground_truth_chooses_no_best_checkpoint(tmp_path, stdout):
     """All boxes of the toy are small, so that COCO's AP of large ones is -1."""
     options = {"val_evaluator": [{"type": "CocoMetric"}], "train_cfg__max_iters": 10}
     train(tmp_path, default_hooks__checkpoint__save_best="coco/bbox_mAP_l", **options)
     assert not list(tmp_path.glob("best_*")) and (tmp_path / "best.pth").resolve().name == "iter_10.pth"
-    assert "no best checkpoint is chosen by coco/bbox_mAP_l" in capsys.readouterr().out
+    assert "no best checkpoint is chosen by coco/bbox_mAP_l" in stdout()
 
 
 def train_with_accuracy(accuracy: float, work_dir, **options) -> None:

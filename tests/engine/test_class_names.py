@@ -122,7 +122,7 @@ def test_a_run_and_a_resumed_run_compare_their_classes(tmp_path, checkpoint):
         _renamed(tmp_path / "resumed", ("bright", "dark"), resume=str(checkpoint)).train()
 
 
-def test_weights_without_names_and_a_detector_with_other_names_say_it_once(tmp_path, checkpoint, capsys):
+def test_weights_without_names_and_a_detector_with_other_names_say_it_once(tmp_path, checkpoint, stdout):
     content = torch.load(checkpoint, weights_only=False)
     assert lists_of_checkpoint(content) == {"classes": ("dark", "bright")}
     assert lists_of_checkpoint({"meta": {"CLASSES": ["a"]}}) == {"classes": ("a",)}
@@ -131,13 +131,13 @@ def test_weights_without_names_and_a_detector_with_other_names_say_it_once(tmp_p
     for _ in range(2):
         result = matched_by_name(model, model.state_dict(), {}, {"classes": ("a", "b")}, "bare.pth")
     torch.testing.assert_close(result, model.state_dict(), rtol=0, atol=0)
-    assert "bare.pth names no classes" in capsys.readouterr().out
+    assert "bare.pth names no classes" in stdout()
     named = {"test_dataloader__dataset__metainfo": {"classes": ("dark", "grey")}}
     assert detector_of(tmp_path, checkpoint, **named).dataset_meta["classes"] == ("dark", "bright")
-    assert "the classes are those of the checkpoint, dark, bright" in capsys.readouterr().out
+    assert "the classes are those of the checkpoint, dark, bright" in stdout()
 
 
-def test_weights_that_hardly_fit_name_the_config_that_fits_in_two_lines(capsys):
+def test_weights_that_hardly_fit_name_the_config_that_fits_in_two_lines(stdout):
     large = read_config("dino/dino-4scale_r50_8xb2-12e_coco")
     small = read_config("dino/dino_shapes")
     with torch.device("meta"):
@@ -145,7 +145,7 @@ def test_weights_that_hardly_fit_name_the_config_that_fits_in_two_lines(capsys):
         weights = build_model(large, large.model).state_dict()
     weights = {name: torch.zeros(value.shape) for name, value in weights.items()}
     load_weights(build_model(small, small.model), weights, "x.pth", strict=False)
-    lines = capsys.readouterr().out.strip().split("\n")
+    lines = stdout().strip().split("\n")
     assert len(lines) == 2 and max(map(len, lines)) < 200
     assert (
         "weights of DINO are those of x.pth" in lines[0] and "dino/dino-4scale_r50_8xb2-12e_coco" in lines[1]

@@ -77,13 +77,13 @@ def test_what_is_no_whole_checkpoint_is_not_kept(server, name):
     assert server.requests == 2 and len(list(server.cache.iterdir())) == 1
 
 
-def test_a_damaged_file_in_the_cache_is_named_and_replaced(server, capsys):
+def test_a_damaged_file_in_the_cache_is_named_and_replaced(server, stdout):
     server.body = WHOLE
     read_checkpoint(server.url)
     (cached,) = server.cache.iterdir()
     cached.write_bytes(WHOLE[:100])
     assert len(read_checkpoint(server.url)["w"]) == 500 and cached.read_bytes() == WHOLE
-    assert f"in the cache, {cached}, (100 bytes) cannot be read" in capsys.readouterr().out
+    assert f"in the cache, {cached}, (100 bytes) cannot be read" in stdout()
     cached.write_bytes(WHOLE[:100])
     server.url = server.url.replace("model", "other")
     server.body = b""

@@ -132,7 +132,7 @@ def test_a_corrupt_image_is_named(tmp_path, num_workers):
 
 
 @pytest.mark.parametrize("mistake", [True, False], ids=["mistake", "bug"])
-def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mistake, capsys):
+def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mistake, stdout):
     def fail(self):
         raise UserError("the mistake") if mistake else ZeroDivisionError("the bug")
 
@@ -144,7 +144,7 @@ def test_a_fatal_error_is_the_last_entry_of_the_log(tmp_path, monkeypatch, mista
         assert " - the mistake\n(" in last_entry
     else:
         assert " - Traceback" in last_entry and "ZeroDivisionError: the bug" in last_entry
-    assert "the bug" not in capsys.readouterr().out, "the terminal shows what the caller makes of it"
+    assert "the bug" not in stdout(), "the terminal shows what the caller makes of it"
 
 
 def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):

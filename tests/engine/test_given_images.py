@@ -162,13 +162,13 @@ def write_video(path, levels=(0, 100, 200)):
 @pytest.mark.parametrize(
     ("name", "share", "is_said"), [("a.avi", 0.5, 1), ("a.mkv", 0.4, 1), ("a.avi", 1, 0)]
 )
-def test_a_video_that_is_cut_says_how_many_frames_it_gives(detector, tmp_path, capsys, name, share, is_said):
+def test_a_video_that_is_cut_says_how_many_frames_it_gives(detector, tmp_path, stdout, name, share, is_said):
     path = Path(write_video(tmp_path / name, range(0, 250, 5)))
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     count = len(list(detector(path, batch_size=8)))
     assert 0 < count < 50 or not is_said
     said = f"video {path} is damaged or cut short: only {count} of its 50 frames can be read"
-    assert capsys.readouterr().out.replace("\n", " ").count(said) == is_said
+    assert stdout().replace("\n", " ").count(said) == is_said
 
 
 class Announced:
@@ -189,12 +189,12 @@ class Announced:
 
 
 @pytest.mark.parametrize(("missing", "is_said"), [(0, False), (60, True)])
-def test_a_whole_video_of_uneven_times_is_not_called_cut(tmp_path, monkeypatch, capsys, missing, is_said):
+def test_a_whole_video_of_uneven_times_is_not_called_cut(tmp_path, monkeypatch, stdout, missing, is_said):
     path = write_video(tmp_path / "a.mp4")
     monkeypatch.setattr(given_images, "_opened", lambda given: Announced(given, missing))
     times = [image.time for image in given_images.each_image(path)]
     assert times == pytest.approx([0.0, 0.2, 0.4])
-    assert ("is damaged or cut short" in capsys.readouterr().out.replace("\n", " ")) == is_said
+    assert ("is damaged or cut short" in stdout().replace("\n", " ")) == is_said
 
 
 def test_a_folder_of_images_and_videos_is_read_in_the_order_of_the_names(detector, tmp_path):
@@ -280,7 +280,7 @@ def test_the_written_video_plays_at_the_times_of_the_original(detector, tmp_path
 
 
 @pytest.mark.parametrize("change", ["index first", "cut", "too long"])
-def test_times_that_cannot_be_set_are_said(detector, tmp_path, monkeypatch, capsys, change):
+def test_times_that_cannot_be_set_are_said(detector, tmp_path, monkeypatch, stdout, change):
     path = Path(write_video(tmp_path / "in.mp4"))
     content = path.read_bytes()
     changed = {"index first": content + struct.pack(">I4s", 8, b"free"), "cut": content[:-500]}.get(
@@ -293,7 +293,7 @@ def test_times_that_cannot_be_set_are_said(detector, tmp_path, monkeypatch, caps
     assert set_frame_times(str(path), [0.1, 0.5, 0.1])
     monkeypatch.setattr(videos, "set_frame_times", lambda *arguments: False)
     list(detector(str(path), save_video=tmp_path / "out.mp4"))
-    assert "uneven times" in capsys.readouterr().out
+    assert "uneven times" in stdout()
 
 
 @pytest.mark.parametrize("given", ["list", "pattern", "folder", "second of a folder", "link"])

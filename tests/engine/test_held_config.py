@@ -92,7 +92,7 @@ def test_what_names_a_checkpoint(tmp_path, monkeypatch):
     assert not any(map(names_checkpoint, (SHAPES, "my_config.py", "photos", None, 3)))
 
 
-def test_one_file_infers_tests_and_is_trained_on(tmp_path, checkpoint, capsys, monkeypatch):
+def test_one_file_infers_tests_and_is_trained_on(tmp_path, checkpoint, stdout, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="custom_imports toy_detection"):
         visdet.init_detector(checkpoint)
@@ -102,23 +102,23 @@ def test_one_file_infers_tests_and_is_trained_on(tmp_path, checkpoint, capsys, m
     assert detector.dataset_meta["classes"] == ("dark", "bright")
     metrics = visdet.evaluate(checkpoint, None, trusted, work_dir=tmp_path / "test")
     assert metrics["toy/images"] == 13
-    assert "differs" not in capsys.readouterr().out
+    assert "differs" not in stdout()
     results = [
         visdet.train(None, {**trusted, "train_cfg.max_iters": 10}, from_=checkpoint, work_dir="run")
         for _ in range(2)
     ]
     assert [result.work_dir for result in results] == [str(tmp_path / "run"), str(tmp_path / "run_2")]
-    assert "run holds another run" in capsys.readouterr().out
+    assert "run holds another run" in stdout()
 
 
-def test_a_config_that_is_given_wins_and_the_difference_is_said(tmp_path, checkpoint, capsys):
+def test_a_config_that_is_given_wins_and_the_difference_is_said(tmp_path, checkpoint, stdout):
     content = read_checkpoint(checkpoint)
     content["meta"]["cfg"] = content["meta"]["cfg"].replace("toy_detection", "")
     content["meta"]["cfg"] = content["meta"]["cfg"].replace("custom_imports", "other")
     torch.save(content, tmp_path / "plain.pth")
     steps = [PIPELINE[0], {"type": "Resize", "scale": (16, 16)}, PIPELINE[2]]
     detector_of(tmp_path, tmp_path / "plain.pth", test_dataloader__dataset__pipeline=steps)
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(stdout().split())
     assert "differs from that of" in told and "pipeline.1.type is 'Resize' (there 'LoadAnnotations')" in told
 
 

@@ -58,9 +58,9 @@ SAID = [
 ]
 
 
-def test_a_pipe_gets_the_summary_one_line_per_interval_and_the_report(tmp_path, capsys):
+def test_a_pipe_gets_the_summary_one_line_per_interval_and_the_report(tmp_path, stdout):
     runner = train(tmp_path / "a run")
-    printed = capsys.readouterr().out
+    printed = stdout()
     for line in SAID:
         assert re.search(f"^{line}$", printed, re.M), line
     assert printed.count("\niter ") == 4 and printed.count("\n") < 30
@@ -76,19 +76,19 @@ def test_a_pipe_gets_the_summary_one_line_per_interval_and_the_report(tmp_path, 
         assert text in log
 
 
-def test_a_pipe_hears_after_ten_iterations_and_each_minute(tmp_path, capsys, monkeypatch):
+def test_a_pipe_hears_after_ten_iterations_and_each_minute(tmp_path, stdout, monkeypatch):
     monkeypatch.setattr(progress_hook, "_LINE_SECONDS", 0.0)
     ema = [dict(type="EMAHook", momentum=0.05)]
     train(tmp_path, default_hooks__logger__interval=50, train_cfg__max_iters=4, custom_hooks=ema)
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert re.findall(r"^iter (\d+)/4 .* s/it", printed, re.M) == ["1", "2", "3", "4"]
     assert re.search(r"^EMA        ExponentialMovingAverage, momentum 0\.05$", printed, re.M)
     monkeypatch.setattr(progress_hook, "_LINE_SECONDS", 60.0)
     train(tmp_path, resume="auto", default_hooks__logger__interval=50, train_cfg__max_iters=20)
-    assert re.findall(r"^iter (\d+)/20 ", capsys.readouterr().out, re.M) == ["14", "20"]
+    assert re.findall(r"^iter (\d+)/20 ", stdout(), re.M) == ["14", "20"]
 
 
-def test_a_clock_that_is_set_back_gives_no_negative_times(tmp_path, capsys, monkeypatch):
+def test_a_clock_that_is_set_back_gives_no_negative_times(tmp_path, stdout, monkeypatch):
     hours = itertools.count(500_000, -1)
     monkeypatch.setattr(time, "time", lambda: next(hours) * 3600.0)
     runner = train(tmp_path)
@@ -96,7 +96,7 @@ def test_a_clock_that_is_set_back_gives_no_negative_times(tmp_path, capsys, monk
     for name in ("train/time", "train/data_time", "val/time", "val/data_time"):
         assert min(scalars[name].data[0]) >= 0 and max(scalars[name].data[0]) < 60
     assert 0 <= runner.message_hub.get_info("eta") < 600
-    assert not re.search(r" -\d", capsys.readouterr().out)
+    assert not re.search(r" -\d", stdout())
 
 
 def test_a_full_disk_names_the_folder_of_the_run(tmp_path, monkeypatch):
@@ -119,17 +119,17 @@ def test_the_losses_of_tasks_are_told_apart():
 
 
 @pytest.mark.parametrize(("batch_size", "is_said"), [(24, False), (25, True)])
-def test_a_batch_larger_than_the_data_set_is_said(tmp_path, capsys, batch_size, is_said):
+def test_a_batch_larger_than_the_data_set_is_said(tmp_path, stdout, batch_size, is_said):
     train(tmp_path, train_dataloader__batch_size=batch_size, train_cfg__max_iters=1)
-    assert ("A batch is larger than the data set" in capsys.readouterr().out) == is_said
+    assert ("A batch is larger than the data set" in stdout()) == is_said
 
 
-def test_warnings_reach_the_terminal_and_remarks_of_mmengine_do_not(tmp_path, capsys):
+def test_warnings_reach_the_terminal_and_remarks_of_mmengine_do_not(tmp_path, stdout):
     runner = toy_runner(tmp_path)
     runner.logger.warning("look [here]")
     runner.logger.warning('"FileClient" will be deprecated in future')
     runner.logger.info("only in the file")
-    assert capsys.readouterr().out == "warning: look [here]\n"
+    assert stdout() == "warning: look [here]\n"
 
 
 def test_a_terminal_gets_a_live_bar(tmp_path, terminal, monkeypatch):
@@ -177,11 +177,11 @@ def test_a_real_terminal_in_a_process_of_its_own(tmp_path):
     assert re.search(r"val  iter 20/20  toy/accuracy", text)
 
 
-def test_an_early_stop_says_when_and_why(tmp_path, capsys):
+def test_an_early_stop_says_when_and_why(tmp_path, stdout):
     hook = dict(type="EarlyStoppingHook", monitor="toy/accuracy", patience=1, min_delta=2.0, rule="greater")
     train(tmp_path, custom_hooks=[hook], train_cfg__val_interval=5)
     reason = "EarlyStoppingHook: toy/accuracy is .*, and 1 validations brought no more"
-    found = re.search(rf"stopped after (5|10) of 20 iterations: {reason}", capsys.readouterr().out)
+    found = re.search(rf"stopped after (5|10) of 20 iterations: {reason}", stdout())
     assert found and (tmp_path / f"iter_{found[1]}.pth").is_file()
 
 
@@ -204,21 +204,21 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(tmp_path):
 SKIP = {"default_hooks__invalid_loss": {"type": "CheckInvalidLossHook", "action": "skip"}}
 
 
-def said_while_skipping(runner, iteration, capsys):
+def said_while_skipping(runner, iteration, stdout):
     """Run, see that the iteration leaves a weight alone and the next one does not, and return what was printed."""
     after = {}
     runner.register_hook(Snapshots(after))
     runner.train()
     before, skipped, following = (after[iteration + step] for step in (-1, 0, 1))
     assert torch.equal(skipped, before) and not torch.equal(following, skipped)
-    return " ".join(capsys.readouterr().out.split())
+    return " ".join(stdout().split())
 
 
 @pytest.mark.parametrize("explodes_gradients", [True, False])
-def test_skipping_leaves_the_weights_alone(tmp_path, capsys, explodes_gradients):
+def test_skipping_leaves_the_weights_alone(tmp_path, stdout, explodes_gradients):
     options = {"model__explode_at": 3, "model__explodes_gradients": explodes_gradients}
     runner = toy_runner(tmp_path, **options, train_cfg__max_iters=6, **SKIP)
-    printed = said_while_skipping(runner, 3, capsys)
+    printed = said_while_skipping(runner, 3, stdout)
     assert all(torch.isfinite(value).all() for value in weights(runner).values())
     assert "iteration 3: loss = nan" in printed and "the update was skipped" in printed
 
@@ -230,11 +230,11 @@ def test_skipping_gives_up_in_the_end(tmp_path):
         CheckInvalidLossHook(action="ignore")
 
 
-def test_a_bad_gradient_of_a_good_loss_is_skipped_and_said(tmp_path, capsys):
+def test_a_bad_gradient_of_a_good_loss_is_skipped_and_said(tmp_path, stdout):
     runner = toy_runner(tmp_path, train_cfg__max_iters=4, **SKIP)
     steps = itertools.count(1)
     runner.model.conv.weight.register_hook(lambda gradient: gradient * (torch.nan if next(steps) == 2 else 1))
-    printed = said_while_skipping(runner, 2, capsys)
+    printed = said_while_skipping(runner, 2, stdout)
     assert "iteration 2: a gradient is NaN or infinite; the update was skipped" in printed
     assert printed.count("the update was") == 1
 
@@ -278,14 +278,14 @@ def test_pictures_of_a_test_go_where_they_are_asked_to(tmp_path):
     assert len(list((tmp_path / "pictures").iterdir())) == 2, "another test of the same images replaces them"
 
 
-def test_a_default_hook_can_be_removed_and_changed(tmp_path, capsys):
+def test_a_default_hook_can_be_removed_and_changed(tmp_path, stdout):
     runner = train(
         tmp_path,
         default_hooks__report=None,
         default_hooks__progress={"type": "ProgressHook", "interval": 10},
         val_dataloader=None, val_cfg=None, val_evaluator=None,
     )  # fmt: skip
-    printed = capsys.readouterr().out.splitlines()
+    printed = stdout().splitlines()
     assert [line.split()[1] for line in printed] == ["10/20", "20/20"]
     assert runner.iter == 20
 

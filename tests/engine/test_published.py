@@ -144,7 +144,7 @@ def test_names_of_mmdet_2_become_those_of_mmdet_3():
     assert converted(weights, model).keys() == model.state_dict().keys()
 
 
-def test_training_starts_from_weights_of_other_classes(tmp_path, capsys):
+def test_training_starts_from_weights_of_other_classes(tmp_path, stdout):
     """The weights of transformers have 91 classes, the data 6. Biases before the neck's normalisation are kept."""
     torch.save(of_transformers("two-stage", 91).state_dict(), tmp_path / "pytorch_model.bin")
     cfg = config_for("two-stage", 6)
@@ -162,7 +162,7 @@ def test_training_starts_from_weights_of_other_classes(tmp_path, capsys):
         dataset.data_root = str(folder)
         cfg.val_evaluator.ann_file = f"{folder}/annotations/instances_val.json"
     result = visdet.train(cfg, work_dir=tmp_path / "run", from_=tmp_path / "pytorch_model.bin")
-    shown = capsys.readouterr().out
+    shown = stdout()
     assert "bbox_head.cls_branches.3.bias [91] for [6]" in shown and "missing" not in shown
     theirs = of_transformers("two-stage", 91).state_dict()
     saved = read_checkpoint(result.last_checkpoint)["state_dict"]
@@ -171,7 +171,7 @@ def test_training_starts_from_weights_of_other_classes(tmp_path, capsys):
     assert Detector(cfg, result.last_checkpoint, "cpu").dataset_meta["classes"]
 
 
-def test_from_lists_what_begins_anew(tmp_path, capsys):
+def test_from_lists_what_begins_anew(tmp_path, stdout):
     toy_train(tmp_path / "two", train_cfg__max_iters=5)
     options = {"train_cfg__max_iters": 5, "model__num_classes": 3}
     data = {
@@ -179,7 +179,7 @@ def test_from_lists_what_begins_anew(tmp_path, capsys):
     }
     three = toy_config(tmp_path / "three", **options, **data)
     visdet.train(three, from_=tmp_path / "two" / "iter_5.pth")
-    assert "bbox_head.cls.weight [2, 8] for [3, 8]" in capsys.readouterr().out
+    assert "bbox_head.cls.weight [2, 8] for [3, 8]" in stdout()
     for wrong, message in (
         ("dino-4scale_r50_coc", "dino-4scale_r50_coco"),
         (tmp_path, "give one of its files"),

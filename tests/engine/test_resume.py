@@ -158,7 +158,7 @@ def test_resume_skips_by_index_and_reads_no_image(tmp_path):
     assert len(read) == 10 * 4
 
 
-def test_a_cut_checkpoint_is_passed_over(tmp_path, capsys):
+def test_a_cut_checkpoint_is_passed_over(tmp_path, stdout):
     train(tmp_path, default_hooks__checkpoint__interval=5)
     newest = tmp_path / "iter_20.pth"
     newest.write_bytes(newest.read_bytes()[:3000])
@@ -166,7 +166,7 @@ def test_a_cut_checkpoint_is_passed_over(tmp_path, capsys):
     flipped[len(flipped) // 2] ^= 0xFF
     (tmp_path / "iter_15.pth").write_bytes(flipped)
     runner = train(tmp_path, resume="auto", default_hooks__checkpoint__interval=5)
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert f"resumed from {tmp_path}/iter_10.pth at iteration 10" in printed
     assert "iter_20.pth (3000 bytes) cannot be read" in printed and "iter_15.pth" in printed
     assert runner.iter == 20
@@ -217,7 +217,7 @@ def test_auto_with_a_pointer_to_a_checkpoint_that_is_gone_fails(tmp_path):
         train(tmp_path, resume="auto")
 
 
-def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, capsys):
+def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, stdout):
     train(tmp_path / "stage1", train_cfg__max_iters=5)
     stage1 = str(tmp_path / "stage1" / "iter_5.pth")
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -226,7 +226,7 @@ def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, capsys):
     runner.register_hook(start := Start())
     runner.train()
     assert torch.equal(start.weight, read_checkpoint(stage1)["state_dict"]["conv.weight"])
-    assert f"starts from the weights of {stage1}" in capsys.readouterr().out
+    assert f"starts from the weights of {stage1}" in stdout()
     again = train(tmp_path / "stage2", resume="auto", load_from=stage1 + "x")
     assert next(iter(losses(again))) == 6, "stage 2 goes on, with or without what it began from"
 
@@ -251,7 +251,7 @@ def test_true_resumes_what_load_from_names(tmp_path):
         pytest.param(9, 2, 19, 30, id="6-to-12-inside-an-epoch"),
     ],
 )
-def test_epochs_of_another_length_leave_nothing_out(tmp_path, at, batch_size, first, count, capsys):
+def test_epochs_of_another_length_leave_nothing_out(tmp_path, at, batch_size, first, count, stdout):
     """24 images in batches of 4 are six iterations an epoch, of which four epochs are to be run."""
     options = {
         **EPOCHS,
@@ -263,17 +263,17 @@ def test_epochs_of_another_length_leave_nothing_out(tmp_path, at, batch_size, fi
     resumed = train(tmp_path, resume="auto", train_dataloader__batch_size=batch_size, **options)
     assert sorted(losses(resumed)) == list(range(first, first + count))
     assert resumed.epoch == 4 and resumed.iter == resumed.max_iters
-    assert "with 6 iterations per epoch, but this run has" in capsys.readouterr().out
+    assert "with 6 iterations per epoch, but this run has" in stdout()
 
 
 @pytest.mark.parametrize("loop", [{}, {**EPOCHS, "train_cfg__max_epochs": 1}], ids=["iterations", "epochs"])
-def test_resume_of_a_finished_run_validates_and_trains_nothing(tmp_path, loop, capsys):
+def test_resume_of_a_finished_run_validates_and_trains_nothing(tmp_path, loop, stdout):
     """The run may have been killed after its last checkpoint and before its last validation."""
     finished = train(tmp_path, **loop)
-    capsys.readouterr()
+    stdout()
     again = train(tmp_path, resume="auto", **loop)
     assert again.iter == finished.iter and losses(again) == {}
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert printed.count("toy/accuracy") == 1
     assert f"at iteration {finished.iter} of {finished.iter}" in printed
 
@@ -393,8 +393,8 @@ def test_a_validation_that_was_due_when_the_run_was_killed_is_made_up_for(tmp_pa
     assert of_whole == of_rest and len(of_whole) == 4
 
 
-def test_a_run_without_iterations_says_so(tmp_path, capsys):
+def test_a_run_without_iterations_says_so(tmp_path, stdout):
     runner = toy_runner(tmp_path, train_cfg__max_iters=0)
     runner.train()
     assert runner.iter == 0
-    assert "from scratch" in capsys.readouterr().out
+    assert "from scratch" in stdout()

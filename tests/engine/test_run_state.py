@@ -72,15 +72,15 @@ def hooks_of(runner, kind):
     [{}, {"optim_wrapper__accumulative_counts": 5}, EPOCHS],
     ids=["iterations", "accumulated", "inside-an-epoch"],
 )
-def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, capsys, options):
+def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, stdout, options):
     options = {**options, "custom_hooks": [{"type": "SavesByItself", "at": 8}]}
     whole = train(tmp_path / "whole", **options)
     own = read_checkpoint(tmp_path / "whole" / "own.pth")
     assert own["meta"]["iter"] == 8 and own["meta"]["epoch"] == int("train_cfg" in options)
-    capsys.readouterr()
+    stdout()
     rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / "own.pth"), **options)
     check_rest(whole, rest, 8)
-    assert "not complete" not in capsys.readouterr().out
+    assert "not complete" not in stdout()
 
 
 @pytest.mark.parametrize("moment", ["after_train_iter", "after_val_epoch"])
@@ -109,15 +109,15 @@ def test_a_hook_need_not_say_what_is_done(tmp_path, moment):
         (("meta", "recipe"), None),
     ],
 )
-def test_a_checkpoint_that_is_not_complete_says_so(tmp_path, capsys, lost, named):
+def test_a_checkpoint_that_is_not_complete_says_so(tmp_path, stdout, lost, named):
     options = {"custom_hooks": [{"type": "Remembers"}], "train_cfg__max_iters": 5}
     train(tmp_path, **options)
     content = read_checkpoint(tmp_path / "iter_5.pth")
     del content[lost[0]][lost[1]]
     torch.save(content, tmp_path / "less.pth")
-    capsys.readouterr()
+    stdout()
     train(tmp_path / "rest", resume=str(tmp_path / "less.pth"), **{**options, "train_cfg__max_iters": 6})
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert (f"less.pth is not complete: it lacks {named}. " in printed) == (named is not None)
     assert ("less.pth does not say which config its learning rates" in printed) == (named is None)
 
@@ -217,7 +217,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("done", "options", "before", "after", "said"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_config_goes_on_as_if_it_had_been_so_from_the_start(
-    tmp_path, capsys, done, options, before, after, said
+    tmp_path, stdout, done, options, before, after, said
 ):
     """The learning rates after the resumption are those of a run that had the new config from its start."""
     new = train(tmp_path / "new", **{**options, **after})
@@ -230,20 +230,20 @@ def test_a_changed_config_goes_on_as_if_it_had_been_so_from_the_start(
         }
     }
     train(tmp_path / "old", **{**options, **saved, **before})
-    capsys.readouterr()
+    stdout()
     resumed = train(tmp_path / "rest", str(tmp_path / "old" / f"iter_{done}.pth"), **{**options, **after})
-    assert said in re.search(r"the config differs from that of .* in (.*)\. The", capsys.readouterr().out)[1]
+    assert said in re.search(r"the config differs from that of .* in (.*)\. The", stdout())[1]
     expected, found = rates(tmp_path / "new"), rates(tmp_path / "rest")
     assert found == {step: expected[step] for step in found} and len(found) == len(losses(resumed)) >= 8
     assert resumed.optim_wrapper.get_lr() == new.optim_wrapper.get_lr()
 
 
-def test_another_weight_decay_is_taken(tmp_path, capsys):
+def test_another_weight_decay_is_taken(tmp_path, stdout):
     train(tmp_path, train_cfg__max_iters=5)
     new = {"optim_wrapper__optimizer__weight_decay": 0.5, "train_cfg__max_iters": 6}
     rest = train(tmp_path, resume="auto", **new)
     assert rest.optim_wrapper.param_groups[0]["weight_decay"] == 0.5
-    assert "weight_decay 0.01 -> 0.5" in capsys.readouterr().out
+    assert "weight_decay 0.01 -> 0.5" in stdout()
 
 
 def test_a_longer_run_keeps_what_a_plateau_has_reduced(tmp_path):
@@ -254,7 +254,7 @@ def test_a_longer_run_keeps_what_a_plateau_has_reduced(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "again"), [(8, 4), (5, 2)])
-def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, size, again):
+def test_another_batch_size_leaves_no_sample_out(tmp_path, stdout, size, again):
     """24 images in batches of 4: after nine iterations, 12 images of the second pass are read."""
 
     class Seen(Hook):
@@ -266,7 +266,7 @@ def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, size, again):
     resumed = toy_runner(tmp_path, "auto", train_dataloader__batch_size=size)
     resumed.register_hook(Seen())
     resumed.train()
-    said = capsys.readouterr().out
+    said = stdout()
     assert (
         f"Of the 12 samples that were read in this pass over the data, {again} are read again, and none"
         in said
@@ -320,7 +320,7 @@ def test_other_batches_and_processes_go_on_after_the_samples_that_are_read(
     assert re.search(expected[2], said[0]) if expected[2] else not said
 
 
-def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
+def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, stdout):
     for number, (begin, interval, text, count) in enumerate(
         [
             (100, 5, "at the end", 1),
@@ -330,7 +330,7 @@ def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
     ):
         cfg = {"train_cfg__val_begin": begin, "train_cfg__val_interval": interval}
         runner = train(tmp_path / str(number), **cfg)
-        assert re.search(rf"^val        13 images, {text}$", capsys.readouterr().out, re.M)
+        assert re.search(rf"^val        13 images, {text}$", stdout(), re.M)
         assert len(validations(runner)) == count
 
 
@@ -396,9 +396,9 @@ def test_hooks_can_call_what_the_docstring_promises(tmp_path):
     assert not runner.has_loaded
 
 
-def test_compiling_says_how_far_it_is(tmp_path, capsys):
+def test_compiling_says_how_far_it_is(tmp_path, stdout):
     train(tmp_path, train_cfg__max_iters=2, compile={"backend": "eager"})
-    printed = capsys.readouterr().out
+    printed = stdout()
     assert "compile: torch compiles the training step" in printed
     assert re.search(r"^compile: 1 part compiled after \d+ s$", printed, re.M)
 

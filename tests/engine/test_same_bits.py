@@ -28,15 +28,15 @@ def compare(*runs) -> int:
 @pytest.mark.parametrize(
     "changed", [{}, {"train_dataloader__num_workers": 2}], ids=["the-same", "two-workers"]
 )
-def test_deterministic_runs_without_a_seed_are_equal(tmp_path, capsys, changed):
+def test_deterministic_runs_without_a_seed_are_equal(tmp_path, stdout, changed):
     runs = [tmp_path / "first", tmp_path / "second"]
     for run, options in zip(runs, ({}, changed), strict=True):
         found = train(run, randomness=DETERMINISTIC, default_hooks__checkpoint__interval=10, **options)
         assert found.seed == 0 and torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
-    capsys.readouterr()
+    stdout()
     assert compare(*runs) == 0
-    said = capsys.readouterr().out
+    said = stdout()
     assert re.match(r"logs, \d\d numbers: equal\n", said)
     assert {"iter_10.pth: equal", "iter_20.pth: equal"} <= set(said.splitlines())
 
@@ -44,7 +44,7 @@ def test_deterministic_runs_without_a_seed_are_equal(tmp_path, capsys, changed):
 @pytest.mark.parametrize(
     "place", ["state_dict.norm.weight", "optimizer.state.3.exp_avg", "random_states.0.torch"]
 )
-def test_the_first_tensor_that_differs_is_named(tmp_path, capsys, place):
+def test_the_first_tensor_that_differs_is_named(tmp_path, stdout, place):
     train(tmp_path, train_cfg__max_iters=2)
     content = read_checkpoint(tmp_path / "iter_2.pth")
     part: dict = content if place.split(".")[0] in content else content["meta"]
@@ -54,7 +54,7 @@ def test_the_first_tensor_that_differs_is_named(tmp_path, capsys, place):
     part[name].view(-1)[1] += 2
     write_checkpoint(content, tmp_path / "changed.pth")
     assert compare(tmp_path / "iter_2.pth", tmp_path / "changed.pth") == 1
-    said = capsys.readouterr().out
+    said = stdout()
     assert f"first difference in {place}." in said and "Greatest absolute difference: 2" in said
 
 

@@ -157,7 +157,7 @@ def test_suppression_leaves_the_best_of_each_class():
         found.nms(2)
 
 
-def test_files_are_cut_and_repeats_are_said(detector, tmp_path, capsys, monkeypatch):
+def test_files_are_cut_and_repeats_are_said(detector, tmp_path, stdout, monkeypatch):
     boxes = [(100, 100, 20, 20), (900, 500, 20, 20)]
     Image.fromarray(picture_of((700, 1200), boxes)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_text("no picture")
@@ -165,7 +165,7 @@ def test_files_are_cut_and_repeats_are_said(detector, tmp_path, capsys, monkeypa
     found, failures = detect_files(detector, files, str(tmp_path / "out"), None, tiles=320, draws=False)
     assert len(found[0]["detections"]) == 2 and len(failures) == 1 and "b.png" in failures[0]
     assert read_json(tmp_path / "out/predictions.json") == found
-    assert "--nms" not in capsys.readouterr().out
+    assert "--nms" not in stdout()
     twice = detections(*[(0, 0.9, (0, 0, 10, 10))] * 2)
     twice.path = files[0]
     monkeypatch.setattr(
@@ -174,7 +174,7 @@ def test_files_are_cut_and_repeats_are_said(detector, tmp_path, capsys, monkeypa
     for nms, count in ((None, 2), (0.7, 1)):
         found, _ = detect_files(detector, files[:1], str(tmp_path / "out"), None, draws=False, nms=nms)
         assert len(found[0]["detections"]) == count == len(detector(files[0], nms=nms))
-        said = " ".join(capsys.readouterr().out.split())
+        said = " ".join(stdout().split())
         assert ("--nms 0.7 would leave out 1 of the 2 detections" in said) == (nms is None)
 
 
