@@ -1,5 +1,6 @@
 """The stand-in for flash_attn against attention written out, for each form of its functions."""
 
+import functools
 import importlib
 import inspect
 
@@ -90,11 +91,11 @@ def test_dropout_keeps_the_mean_and_follows_the_seed(device):
     q = torch.zeros(4000, 2, 8, device=device)
     kv = torch.ones(8000, 2, 2, 8, device=device)
     arguments = q, kv, starts([2000, 2000], device), starts([4000, 4000], device), 2000, 4000
+    drawn = functools.partial(flash.flash_attn_unpadded_kvpacked_func, *arguments, 0.25)
     torch.manual_seed(3)
-    first = flash.flash_attn_unpadded_kvpacked_func(*arguments, 0.25)
-    again = flash.flash_attn_unpadded_kvpacked_func(*arguments, 0.25)
+    first, again = drawn(), drawn()
     torch.manual_seed(3)
-    torch.testing.assert_close(first, flash.flash_attn_unpadded_kvpacked_func(*arguments, 0.25))
+    torch.testing.assert_close(first, drawn())
     assert not torch.equal(first, again)
     # A weight is 1 / 4000 with probability 0.75, divided by 0.75, so that the sum of 4000 has this deviation.
     assert abs(first.mean() - 1) < 1e-3 and abs(first[..., 0].std() - (0.25 / 0.75 / 4000) ** 0.5) < 5e-4

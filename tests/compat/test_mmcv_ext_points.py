@@ -174,6 +174,11 @@ def test_voxel_pooling_notes_the_places_of_the_points():
     torch.testing.assert_close(out, expected)
 
 
+def radii_and_centers():
+    """Return the radius of each Gaussian in voxels, 1, and its voxel, the first."""
+    return torch.ones(4).int(), torch.zeros(4, 3).int()
+
+
 @pytest.mark.parametrize(
     "operator, ext", [(local_aggregate, gaussian_ext), (local_aggregate_prob, gaussian_prob_ext)]
 )
@@ -182,7 +187,7 @@ def test_local_aggregate(operator, ext):
     precision = torch.cat([1 + torch.rand(4, 3), torch.rand(4, 3) / 4], 1).double().requires_grad_()
     inputs = [leaf(4, 3), torch.rand(4, dtype=torch.float64).requires_grad_(), leaf(4, 2), precision]
     means, opacities, semantics, entries = inputs
-    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
+    radii, centers = radii_and_centers()
     arguments = points, voxels, means, centers, opacities, semantics, radii, entries, 2, 2, 2
     expected = operator(*arguments)
     expected = expected if isinstance(expected, tuple) else (expected,)
@@ -208,7 +213,7 @@ def test_local_aggregate_of_superquadrics():
     inputs = [one.detach().requires_grad_() for one in (means, opacities, u, v, semantics, *form[::-1])]
     means, opacities, u, v, semantics, rotations, scales = inputs
     points, voxels = torch.rand(9, 3).double(), torch.zeros(9, 3).int()
-    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
+    radii, centers = radii_and_centers()
     arguments = points, voxels, means, centers, opacities, u, v, semantics, scales, rotations, radii, 2, 2, 2
     expected = ops.local_aggregate_prob_sq(*arguments)
     grads = [torch.randn_like(one) for one in expected]

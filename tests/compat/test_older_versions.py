@@ -85,15 +85,12 @@ def test_names_mean_what_they_meant(bridge, expression):
 
 
 def test_uninstall_leaves_the_packages_as_they_were():
-    before = vars(np).copy(), torch.load, torch.nn.parallel._functions._get_stream
+    parallel = torch.nn.parallel
+    before = vars(np).copy(), torch.load, parallel._functions._get_stream
     with older_versions.installed():
         assert torch.load is not before[1]
-    assert (
-        vars(np) == before[0]
-        and torch.load is before[1]
-        and torch.nn.parallel._functions._get_stream is before[2]
-    )
-    assert not hasattr(torch.nn.parallel.DistributedDataParallel, "_use_replicated_tensor_module")
+    assert vars(np) == before[0] and torch.load is before[1] and parallel._functions._get_stream is before[2]
+    assert not hasattr(parallel.DistributedDataParallel, "_use_replicated_tensor_module")
 
 
 def test_uninstall_restores_names_that_were_imported_from_patched_modules():
@@ -212,8 +209,9 @@ def test_a_config_is_formatted_by_a_yapf_without_verify(bridge):
 
 @pytest.mark.cuda
 def test_streams_of_a_gpu_copy_as_mmcv_does(bridge):
-    stream = torch.nn.parallel._functions._get_stream(0)
-    assert stream is torch.nn.parallel._functions._get_stream(0)
+    get_stream = torch.nn.parallel._functions._get_stream
+    stream = get_stream(0)
+    assert stream is get_stream(0)
     with torch.cuda.device(0), torch.cuda.stream(stream):
         copy = torch.arange(9).cuda(0, non_blocking=True)
     torch.cuda.current_stream().wait_stream(stream)

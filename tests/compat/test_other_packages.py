@@ -30,17 +30,23 @@ SIZES = CHANNELS, len(SHAPES), HEADS, POINTS
 TABLES = torch.tensor(SHAPES), torch.tensor([0, 48])
 MASK = random(2, ROWS, seed=3) > 1
 NAMED = dict(spatial_shapes=TABLES[0], level_start_index=TABLES[1])
+
+
+def ms_deform_attn_of(module):
+    return module.MSDeformAttn(*SIZES)
+
+
 # For each package: the module, its layer, the levels of references of 2 and 4 coordinates, and a call of the layer.
 PACKAGES = {
     "ultralytics": (
         "ultralytics.nn.modules.transformer",
-        lambda m: m.MSDeformAttn(*SIZES),
+        ms_deform_attn_of,
         {2: 1, 4: 1},
         lambda layer, q, r, m: layer(q, r, m, SHAPES, MASK if r.shape[-1] == 4 else None),
     ),
     "rfdetr": (
         "rfdetr.models.ops.modules.ms_deform_attn",
-        lambda m: m.MSDeformAttn(*SIZES),
+        ms_deform_attn_of,
         {2: len(SHAPES), 4: 1},
         lambda layer, q, r, m: layer(q, r, m, *TABLES, input_spatial_shapes_hw=SHAPES),
     ),
@@ -52,7 +58,7 @@ PACKAGES = {
     ),
     "libreyolo": (
         "libreyolo.models.deformable_detr.ms_deform_attn",
-        lambda m: m.MSDeformAttn(*SIZES),
+        ms_deform_attn_of,
         {2: len(SHAPES), 4: len(SHAPES)},
         lambda layer, q, r, m: layer(q, r, m, *TABLES),
     ),
@@ -125,10 +131,14 @@ def test_uninstall_restores_the_module(bridge):
     (name,) = bridge.reached
     bridge.uninstall()
     module = sys.modules[name]
-    before = dict(vars(module)), list(sys.meta_path)
+
+    def state():
+        return dict(vars(module)), list(sys.meta_path)
+
+    before = state()
     bridge.install()
     bridge.uninstall()
-    assert (dict(vars(module)), list(sys.meta_path)) == before
+    assert state() == before
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

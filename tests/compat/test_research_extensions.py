@@ -78,10 +78,15 @@ def test_dcnv3_equals_grid_sample(kernel, stride, pad, dilation, scale, has_cent
         ext.dcnv3_backward(*tensors, *options, grad_output[:1], 256, *extra)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+double_or_half = pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+# The sizes of two levels, and where each starts.
+SHAPES, STARTS = torch.tensor([[3, 4], [2, 5]]), torch.tensor([0, 12])
+
+
+@double_or_half
 def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
     ext = provide("GeometricKernelAttention")
-    shapes, starts = torch.tensor([[3, 4], [2, 5]]), torch.tensor([0, 12])
+    shapes, starts = SHAPES, STARTS
     B, Q, G, P, C = 2, 3, 2, 4, 5
     value, weight = torch.randn(B, 22, G, C, dtype=dtype), torch.rand(B, Q, G, 2, P, dtype=dtype)
     locations = torch.randint(-2, 8, (B, Q, G, 2, P, 2))
@@ -120,9 +125,9 @@ def test_dcnv4_is_dcnv3_of_packed_numbers(softmax):
     torch.testing.assert_close(found, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@double_or_half
 def test_flash_deform_attn_takes_the_softmax_over_all_levels(dtype):
-    shapes, starts = torch.tensor([[3, 4], [2, 5]]), torch.tensor([0, 12])
+    shapes, starts = SHAPES, STARTS
     value = torch.randn(2, 22, 2, 8, dtype=dtype)
     packed = torch.cat([torch.rand(2, 7, 2, 2 * 4 * 2), torch.randn(2, 7, 2, 2 * 4)], -1).to(dtype)
 

@@ -39,6 +39,7 @@ def test_an_epoch(upright, batch_size, drop_last):
 def test_the_order_of_the_sampler_is_kept_and_nothing_carries_over():
     upright = [True, False, True, False, True]
     batches = AspectRatioBatchSampler(DefaultSampler(Sizes(upright), shuffle=False), 2)
-    assert list(batches) == [[0, 2], [1, 3], [4]]
+    expected = [[0, 2], [1, 3], [4]]
+    assert list(batches) == expected
     next(iter(batches))  # an epoch given up halfway
-    assert list(batches) == [[0, 2], [1, 3], [4]]
+    assert list(batches) == expected

@@ -28,6 +28,10 @@ def pictures(folder, *names):
         Image.new("RGB", (100, 80)).save(folder / name)
 
 
+def assert_says(lines, parts):
+    assert all(any(part in line for line in lines) for part in parts), lines
+
+
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -112,7 +116,7 @@ def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out)
     files, skipped = convert(tmp_path, tmp_path, val_share=0.5, left_out_share=1)
     contents = {file.stem: read_json(file) for file in files}
     assert list(map(len, (contents["train"]["images"], contents["val"]["images"]))) == list(num_images)
-    assert all(any(part in what for what in skipped) for part in left_out), skipped
+    assert_says(skipped, left_out)
     with_boxes = max(contents.values(), key=lambda content: len(content["annotations"]))
     names = {category["id"]: category["name"] for category in with_boxes["categories"]}
     assert sorted(names.values()) == ["bolt", "nut"]
@@ -208,7 +212,7 @@ def test_turned_boxes_keep_their_corners(tmp_path, make, left_out):
     make(tmp_path)
     [file], skipped = convert(tmp_path, tmp_path, left_out_share=1)
     assert len(skipped) == (len(left_out) and len(left_out) + 1)
-    assert all(any(part in what for what in skipped) for part in left_out), skipped
+    assert_says(skipped, left_out)
     content = load_coco_json(str(file))
     assert [category["name"] for category in content["categories"]] == ["bolt", "nut"]
     for row, corners in zip(content["annotations"], (BOLT, NUT), strict=True):

@@ -38,6 +38,10 @@ def write(root, files):
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def contents_of(files):
+    return [file.read_bytes() for file in files]
+
+
 def coco_of(images):
     return dict(
         categories=[dict(id=1, name="bolt")],
@@ -245,12 +249,12 @@ def test_what_is_left_out_is_counted_and_at_most_a_tenth(tmp_path, lost, message
         (tmp_path / "images/0.gif").rename(tmp_path / "0.gif")
     files, left_out = convert(tmp_path, tmp_path)
     assert left_out[-1] == message and len(left_out) >= 2
-    before = [file.read_bytes() for file in files]
+    before = contents_of(files)
     for number in (1, 2, 3):
         write(tmp_path, {f"labels/{number}.txt": "what"})
     with pytest.raises(UserError, match=r"more than --left-out-share 0\.1; nothing is written") as caught:
         convert(tmp_path, tmp_path)
-    assert "line 1 of" in str(caught.value) and [file.read_bytes() for file in files] == before
+    assert "line 1 of" in str(caught.value) and contents_of(files) == before
 
 
 def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
@@ -270,7 +274,7 @@ def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
 def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     write(tmp_path, yolo(*PAIR, data="train: images/train\nval: images/val\nnames: [bolt]"))
     files, _ = convert(tmp_path, tmp_path)
-    before = [file.read_bytes() for file in files]
+    before = contents_of(files)
     (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [bolt, nut]")
 
     def fail(*arguments):
@@ -279,7 +283,7 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.os, "replace", fail)
     with pytest.raises(UserError, match=r"train\.json .*No space left"):
         convert(tmp_path, tmp_path)
-    assert [file.read_bytes() for file in files] == before
+    assert contents_of(files) == before
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["train.json", "val.json"]
 
 

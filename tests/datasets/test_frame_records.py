@@ -147,11 +147,12 @@ def test_rotations_of_any_form_are_one_rotation(dataset_of, infos):
 
 
 def test_the_velocity_of_boxes_with_nine_columns_is_theirs(dataset_of, infos):
-    assert infos[1]["gt_boxes"].shape == (2, 9)
+    boxes = infos[1]["gt_boxes"]
+    assert boxes.shape == (2, 9)
     expected = dataset_of(infos)[1]["gt_bboxes_3d"]
-    np.testing.assert_array_equal(expected, infos[1]["gt_boxes"])
-    seven = dict(gt_boxes=infos[1]["gt_boxes"][:, :7])
-    given = dataset_of(with_values(infos, **seven, gt_velocity=infos[1]["gt_boxes"][:, 7:]))
+    np.testing.assert_array_equal(expected, boxes)
+    seven = dict(gt_boxes=boxes[:, :7])
+    given = dataset_of(with_values(infos, **seven, gt_velocity=boxes[:, 7:]))
     np.testing.assert_array_equal(given[1]["gt_bboxes_3d"], expected)
     # An unknown velocity is 0 in training and NaN for the metrics.
     unknown = with_values(infos, **seven)
@@ -198,8 +199,9 @@ def test_times_in_other_units_and_joined_recordings_are_noticed(dataset_of, info
 
 def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):
     for name in ("one", "two", "."):
-        (tmp_path / name / "samples").mkdir(parents=True)
-        (tmp_path / name / "samples" / "0.png").touch()
+        folder = tmp_path / name / "samples"
+        folder.mkdir(parents=True)
+        (folder / "0.png").touch()
     for name in ("one", "two"):
         dataset = dataset_of(with_camera(infos, data_path=f"{name}/samples/0.png"), data_root=str(tmp_path))
         assert dataset[1]["img_filename"][-1] == str(tmp_path / name / "samples" / "0.png")

@@ -103,12 +103,15 @@ def test_plans_with_steps_of_another_length(dataset_of):
     np.testing.assert_allclose(found[:, 0], 12 + 2 * np.arange(1, 7), atol=1e-3)
 
 
+VELOCITIES = [[0.0, 10], [0, -5]]
+
+
 @pytest.mark.parametrize(
     ("changes", "known"),
     [
-        ({"gt_velocity": [[0.0, 10], [0, -5]], "instance_inds": None}, True),
-        ({"gt_velocity": [[0.0, 10], [0, -5]], "instance_inds": [-1, 4]}, True),
-        ({"gt_velocity": [[0.0, 10], [0, -5]], "instance_inds": [4, 4]}, True),
+        ({"gt_velocity": VELOCITIES, "instance_inds": None}, True),
+        ({"gt_velocity": VELOCITIES, "instance_inds": [-1, 4]}, True),
+        ({"gt_velocity": VELOCITIES, "instance_inds": [4, 4]}, True),
         ({"instance_inds": None}, False),
         ({"instance_inds": [-1, 4]}, False),
     ],

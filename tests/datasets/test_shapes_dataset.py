@@ -76,9 +76,13 @@ def test_it_is_a_coco_data_set_that_makes_itself(tmp_path):
 
 def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path):
     folder = make_shapes(tmp_path / "shapes", num_workers=1, **SMALL)
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    def times():
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    before = times()
     make_shapes(folder, num_workers=1, **SMALL)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert times() == before
     make_shapes(folder, num_workers=1, **(SMALL | dict(num_train=4)))
     assert len(list((folder / "train").iterdir())) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == [".shapes.lock", "shapes"]

@@ -31,6 +31,8 @@ from visdet.engine.checkpoints.weights import load_weights, weights_of
 from visdet.engine.errors import DamagedCheckpointError
 from visdet.registry import MODELS
 
+BACKBONE = {"type": "ResNet", "depth": 18, "base_channels": 4}
+
 
 class RunsCode:
     """Unpickling this creates the file ``ran`` in the current folder."""
@@ -103,7 +105,11 @@ def test_a_checkpoint_of_mmengines_runner_resumes(tmp_path):
     assert train(tmp_path, resume="auto").iter == 20
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+of_both_formats = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+with_and_without_trust = pytest.mark.parametrize("trusted", [True, False])
+
+
+@of_both_formats
 def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, zipped):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "extra": RunsCode()}, "bad.pth", _use_new_zipfile_serialization=zipped)
@@ -114,19 +120,20 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, zipped):
     assert os.path.exists("ran")
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("trusted", [True, False])
+@of_both_formats
+@with_and_without_trust
 def test_a_type_that_does_not_exist_is_no_matter_of_trust(tmp_path, zipped, trusted):
     """As a flipped bit in a name makes one, which the checksum of an archive shows before, or a package that lacks."""
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
-    content = (tmp_path / "a.pth").read_bytes()
+    path = tmp_path / "a.pth"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=zipped)
+    content = path.read_bytes()
     for name in (b"_rebuild_tensor_v2", b"torch._utils"):
         assert name in content
-        (tmp_path / "a.pth").write_bytes(content.replace(name, name[:-1] + b"x"))
+        path.write_bytes(content.replace(name, name[:-1] + b"x"))
         with pytest.raises(
             CheckpointError, match=r"checksum|There is no such type here|cannot be read"
         ) as caught:
-            read_checkpoint(tmp_path / "a.pth", trust=trusted)
+            read_checkpoint(path, trust=trusted)
         assert "trust" not in str(caught.value)
 
 
@@ -252,13 +259,16 @@ def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
 
 @pytest.mark.parametrize("kept", [-1, 1, 3])
 def test_checkpoints_of_one_name_keep_the_newest(tmp_path, kept):
+    def trained(**others):
+        options = {f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()}
+        train(tmp_path, **options, **others)
+
     checkpoint = dict(filename_tmpl="last.pth", interval=5, max_keep_ckpts=kept)
-    train(tmp_path, **{f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()})
+    trained()
     assert read_checkpoint(tmp_path / "last.pth")["meta"]["iter"] == 20
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "last.pth")
     checkpoint |= dict(max_keep_ckpts=1, interval=100, save_last=False)
-    options = {f"default_hooks__checkpoint__{key}": value for key, value in checkpoint.items()}
-    train(tmp_path, resume="auto", train_cfg__max_iters=25, **options)
+    trained(resume="auto", train_cfg__max_iters=25)
     assert (tmp_path / "last.pth").exists()
 
 
@@ -353,15 +363,14 @@ def test_strict_load_false_loads_what_fits(tmp_path):
         train(tmp_path / "four", load_from=str(tmp_path / "nothing.pth"), strict_load=False)
 
 
-@pytest.mark.parametrize("trusted", [True, False])
+@with_and_without_trust
 def test_trust_holds_for_pretrained_backbones_too(tmp_path, monkeypatch, trusted):
     monkeypatch.chdir(tmp_path)
-    backbone = {"type": "ResNet", "depth": 18, "base_channels": 4}
-    weights = MODELS.build(backbone).state_dict()
+    weights = MODELS.build(BACKBONE).state_dict()
     torch.save({"state_dict": weights, "extra": RunsCode()}, tmp_path / "foreign.pth")
     toy_runner(tmp_path / "run", trust_checkpoint=trusted)
     pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "foreign.pth")}
-    model = MODELS.build({**backbone, "init_cfg": pretrained})
+    model = MODELS.build({**BACKBONE, "init_cfg": pretrained})
     if trusted:
         model.init_weights()
         assert torch.equal(model.conv1.weight, weights["conv1.weight"]) and os.path.exists("ran")
@@ -448,8 +457,7 @@ def test_a_mask_of_the_model_itself_may_be_infinite():
 
 
 def test_pretrained_weights_that_are_not_finite_or_have_a_prefix(tmp_path):
-    backbone = {"type": "ResNet", "depth": 18, "base_channels": 4}
-    state = MODELS.build(backbone).state_dict()
+    state = MODELS.build(BACKBONE).state_dict()
     toy_runner(tmp_path / "run")
     bad = {**state, "bn1.weight": torch.full_like(state["bn1.weight"], float("nan"))}
     for weights, told in (
@@ -460,4 +468,4 @@ def test_pretrained_weights_that_are_not_finite_or_have_a_prefix(tmp_path):
         torch.save({"state_dict": weights} if isinstance(weights, dict) else weights, tmp_path / "w.pth")
         pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "w.pth")}
         with pytest.raises(UserError, match=told):
-            MODELS.build({**backbone, "init_cfg": pretrained}).init_weights()
+            MODELS.build({**BACKBONE, "init_cfg": pretrained}).init_weights()

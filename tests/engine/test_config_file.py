@@ -28,6 +28,11 @@ def value_of(tmp_path: Path, text: str, name: str = "a_config.py"):
     return load_config(written(tmp_path, text, name))[0].r
 
 
+def has_not_run(folder: Path) -> bool:
+    """Return whether no code has made the file ``ran``."""
+    return not (folder / "ran").exists()
+
+
 def test_a_missing_config_names_near_ones(tmp_path):
     written(tmp_path, "model = dict()")
     with pytest.raises(ConfigError, match=r"a_confg\.py does not exist; did you mean .*a_config\.py\?"):
@@ -280,7 +285,7 @@ def test_a_folder_of_any_name_is_text(tmp_path, monkeypatch, folder, name, text)
     monkeypatch.chdir(tmp_path)
     (tmp_path / folder).mkdir()
     cfg, _ = load_config(written(tmp_path / folder, text, name))
-    assert set(cfg.r) == {f"{tmp_path}/{folder}/x"} and not (tmp_path / "ran").exists()
+    assert set(cfg.r) == {f"{tmp_path}/{folder}/x"} and has_not_run(tmp_path)
     for key, value in cfg.get("s", {}).items():
         assert (key, value) == (f"{tmp_path}/{folder}", f"{tmp_path}/{folder}/x")
 
@@ -294,7 +299,7 @@ def test_outside_of_a_text_a_variable_is_a_literal(tmp_path, monkeypatch, value,
         ConfigError, match=r"a\.py, line 2: outside of a text, .* must stand for a number, a list or"
     ):
         load_config(written(tmp_path, f"import os\nr = dict(x={placeholder})", "a.py"))
-    assert not (tmp_path / "ran").exists()
+    assert has_not_run(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.yaml", "sub/b.json"])
@@ -310,7 +315,7 @@ def test_a_config_without_code_runs_programs_of_its_folder_alone(tmp_path, name)
         path = os.path.relpath(home / base, (home / name).parent) if base[0] != "/" else base
         with pytest.raises(ConfigError, match=r"code\.py|link\.py") as caught:
             load_config(written(home, f'{{"_base_": "{path}"}}', name))
-        assert "is a program outside of its folder" in str(caught.value) and not (tmp_path / "ran").exists()
+        assert "is a program outside of its folder" in str(caught.value) and has_not_run(tmp_path)
     inside = "code.py" if "/" in name else "sub/code.py"
     assert load_config(written(home, f'{{"_base_": "{inside}"}}', name))[0].n == 1
     assert load_config(written(home, '{"_base_": "visdet::_base_/default_runtime.py"}', name))[

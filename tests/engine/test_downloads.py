@@ -26,7 +26,8 @@ def checkpoint_bytes(zipped=True, **content):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     """Send ``body`` under every address of this machine, and say that it has ``length`` bytes."""
-    state = SimpleNamespace(body=b"", length=0, requests=0, cache=tmp_path / "checkpoints")
+    cache = tmp_path / "checkpoints"
+    state = SimpleNamespace(body=b"", length=0, requests=0, cache=cache, cached=lambda: list(cache.iterdir()))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -63,7 +64,7 @@ SENT = {
 def assert_is_refused(server, error, message):
     with pytest.raises(error, match=message):
         read_checkpoint(server.url)
-    assert not list(server.cache.iterdir())
+    assert not server.cached()
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -74,13 +75,13 @@ def test_what_is_no_whole_checkpoint_is_not_kept(server, name):
     server.body, server.length = WHOLE, 0
     for _ in range(2):
         assert len(read_checkpoint(server.url)["w"]) == 500
-    assert server.requests == 2 and len(list(server.cache.iterdir())) == 1
+    assert server.requests == 2 and len(server.cached()) == 1
 
 
 def test_a_damaged_file_in_the_cache_is_named_and_replaced(server, stdout):
     server.body = WHOLE
     read_checkpoint(server.url)
-    (cached,) = server.cache.iterdir()
+    (cached,) = server.cached()
     cached.write_bytes(WHOLE[:100])
     assert len(read_checkpoint(server.url)["w"]) == 500 and cached.read_bytes() == WHOLE
     assert f"in the cache, {cached}, (100 bytes) cannot be read" in stdout()
@@ -118,11 +119,11 @@ def test_names_of_mmengine_are_downloaded_as_addresses_are(server, monkeypatch, 
         )
         with pytest.raises(CheckpointError, match=message):
             CheckpointLoader.load_checkpoint(path)
-    assert not list(server.cache.iterdir())
+    assert not server.cached()
     server.body, server.length = checkpoint_bytes(state_dict={"backbone.weight": torch.ones(1, 1)}), 0
     content = CheckpointLoader.load_checkpoint(f"{scheme}://net")
     assert list(content.get("state_dict", content)) == ["weight" if scheme == "mmcls" else "backbone.weight"]
-    assert len(list(server.cache.iterdir())) == 1
+    assert len(server.cached()) == 1
 
 
 def test_damaged_weights_of_torchvision_in_the_cache_are_named(server):

@@ -142,12 +142,13 @@ def test_what_cannot_be_a_graph_runs_as_without_graphs_and_is_said(build, reason
     model, said = layers(), []
     wrapper = build(model.parameters())
     assert reason in why_not_a_graph(wrapper)
-    before = model[2].bias.detach().clone()
+    bias = model[2].bias
+    before = bias.detach().clone()
     graphed = GraphedUpdate(said.append)
-    wrapper.optimizer.step = lambda *_: model[2].bias.data.add_(1.0)
+    wrapper.optimizer.step = lambda *_: bias.data.add_(1.0)
     for _ in range(3):
         graphed(wrapper)
-    torch.testing.assert_close(model[2].bias.detach(), before + 3.0)
+    torch.testing.assert_close(bias.detach(), before + 3.0)
     assert graphed.counts == {"eager": 3}
     assert said == [f"graph: the update of the parameters runs eagerly, because {why_not_a_graph(wrapper)}"]
 
@@ -167,18 +168,19 @@ def test_a_block_holds_gradients_in_the_layout_of_their_parameters():
 def test_gradients_keep_their_values_when_they_move_into_a_block():
     model = layers()
     first, *others = model.parameters()
+    other = others[0]
     gradients = Gradients(model.parameters())
     first.grad = torch.ones_like(first)
     block = gradients.block_of([*others, first])
     assert block is gradients.block_of([first, *others]) and block.parameters[0] is first
     gradients.attach(block)
-    assert first.grad is block.views[0] and first.grad.eq(1).all() and not others[0].grad.any()
+    assert first.grad is block.views[0] and first.grad.eq(1).all() and not other.grad.any()
     smaller = gradients.block_of(others)
-    others[0].grad += 3
+    other.grad += 3
     gradients.attach(smaller)
-    assert first.grad is None and others[0].grad is smaller.views[0] and others[0].grad.eq(3).all()
-    assert gradients.zero() and not others[0].grad.any()
-    others[0].requires_grad_(False)
+    assert first.grad is None and other.grad is smaller.views[0] and other.grad.eq(3).all()
+    assert gradients.zero() and not other.grad.any()
+    other.requires_grad_(False)
     assert not gradients.zero(), "a frozen parameter must lose its gradient"
 
 

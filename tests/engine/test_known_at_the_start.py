@@ -221,8 +221,8 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
         holder.wait()
     assert free_folder(str(tmp_path)) == str(tmp_path), "the training was over before it wrote numbers"
     assert free_folder(str(tmp_path), for_training=False) == f"{tmp_path}_2"
-    build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()  # A killed run leaves no lock.
-    build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
+    for _ in range(2):  # A killed run leaves no lock.
+        build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
     assert free_folder(str(tmp_path)) == f"{tmp_path}_2"
 
 

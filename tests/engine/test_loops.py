@@ -149,6 +149,10 @@ def test_scenes_are_played_one_frame_at_a_time(tmp_path, loader):
     (one.train if loader == "val_dataloader" else one.test)()
 
 
+def built_metrics(*cfgs):
+    return [METRICS.build({"type": "CocoMetric"} | cfg) for cfg in cfgs]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -163,7 +167,7 @@ def test_scenes_are_played_one_frame_at_a_time(tmp_path, loader):
     ],
 )
 def test_metrics_of_an_evaluator_stay_apart(first, second, message):
-    built = [METRICS.build({"type": "CocoMetric"} | cfg) for cfg in (first, second)]
+    built = built_metrics(first, second)
     with pytest.raises(ConfigError, match=rf"val_evaluator: two metrics, .* have {message}"):
         check_metrics_are_apart(built, "val_evaluator")
 
@@ -177,7 +181,7 @@ def test_metrics_of_an_evaluator_stay_apart(first, second, message):
     ],
 )
 def test_metrics_that_are_apart_are_accepted(first, second):
-    check_metrics_are_apart([METRICS.build({"type": "CocoMetric"} | cfg) for cfg in (first, second)], "")
+    check_metrics_are_apart(built_metrics(first, second), "")
 
 
 def test_a_schedule_of_iterations_may_begin_after_a_short_run_of_epochs(tmp_path):

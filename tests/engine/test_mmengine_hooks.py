@@ -19,6 +19,10 @@ class FirstOfAugmentations(BaseTTAModel):
         return [samples[0] for samples in data_samples_list]
 
 
+def has_ended(runner, folder):
+    return runner.iter == 20
+
+
 def saved(runner, folder):
     return (folder / "iter_10.pth").exists()
 
@@ -26,16 +30,16 @@ def saved(runner, folder):
 # Each hook of mmengine with its options, the key of the default hook that it replaces, and what shows that it ran.
 HOOKS = {
     "CheckpointHook": ({"by_epoch": False, "interval": 10}, "checkpoint", saved),
-    "DistSamplerSeedHook": ({}, "sampler_seed", lambda runner, folder: runner.iter == 20),
+    "DistSamplerSeedHook": ({}, "sampler_seed", has_ended),
     "EMAHook": ({}, None, lambda runner, folder: runner.hooks_of("EMAHook")[0].ema_model.steps == 20),
-    "EmptyCacheHook": ({"after_iter": True}, None, lambda runner, folder: runner.iter == 20),
+    "EmptyCacheHook": ({"after_iter": True}, None, has_ended),
     "IterTimerHook": ({}, "timer", lambda runner, folder: "train/time" in runner.message_hub.log_scalars),
     "LoggerHook": (
         {"interval": 5},
         "logger",
         lambda runner, folder: list(folder.glob("*/vis_data/scalars.json")),
     ),
-    "NaiveVisualizationHook": ({}, None, lambda runner, folder: runner.iter == 20),
+    "NaiveVisualizationHook": ({}, None, has_ended),
     "ParamSchedulerHook": (
         {},
         "param_scheduler",
@@ -44,14 +48,14 @@ HOOKS = {
     "ProfilerHook": (
         {"by_epoch": False, "profile_times": 2, "json_trace_path": "trace.json"},
         None,
-        lambda runner, folder: runner.iter == 20,
+        has_ended,
     ),
     "RuntimeInfoHook": (
         {},
         "runtime_info",
         lambda runner, folder: runner.message_hub.get_info("max_iters") == 20,
     ),
-    "SyncBuffersHook": ({}, None, lambda runner, folder: runner.iter == 20),
+    "SyncBuffersHook": ({}, None, has_ended),
 }
 
 

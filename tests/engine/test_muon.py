@@ -24,13 +24,17 @@ def with_gradients(params: list[nn.Parameter], seed: int = 1) -> list[nn.Paramet
     return params
 
 
+def copies_of(params: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in params]
+
+
 def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(device):
     ours, theirs = parameters(device), parameters(device)
     options = {"lr": 1e-2, "weight_decay": 0.1}
     both = MuonWithAuxAdam(ours, momentum=0.9, **options)
     muon = torch.optim.Muon(theirs[:4], momentum=0.9, adjust_lr_fn="match_rms_adamw", **options)
     adam = torch.optim.AdamW(theirs[4:], **options)
-    start = [param.detach().clone() for param in ours]
+    start = copies_of(ours)
     for seed in range(3):
         for optimizer, params in ((both, [ours]), (muon, [theirs]), (adam, [theirs])):
             with_gradients(params[0], seed)
@@ -44,7 +48,7 @@ def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(device):
 def test_gradients_stay_and_missing_ones_move_nothing():
     params = with_gradients(parameters())
     params[1].grad = None
-    before = [param.detach().clone() for param in params]
+    before = copies_of(params)
     kept = [param.grad for param in params]
     MuonWithAuxAdam(params, lr=1e-2).step()
     assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
@@ -70,7 +74,7 @@ def test_a_loaded_state_goes_on_alike(fused):
 
 def test_infinite_gradients_under_a_scaler_skip_the_whole_step():
     params = with_gradients(parameters())
-    before = [param.detach().clone() for param in params]
+    before = copies_of(params)
     params[0].grad[0, 0] = torch.inf
     optimizer = MuonWithAuxAdam(params, lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mmengine.dataset import DefaultSampler, pseudo_collate
 from mmengine.optim import OptimWrapper
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
 
 from visdet.datasets.samplers import PlannedBatchSampler
@@ -36,7 +37,7 @@ def loader_of(sizes, *steps, batch_size=2, max_sizes=4, boxes=None):
 
 
 def model_of(variant="base"):
-    model = build(variant).train()
+    model = build(variant)
     model.data_preprocessor = DetDataPreprocessor(mean=[1.0] * 3, std=[2.0] * 3)
     return model
 
@@ -107,10 +108,10 @@ def test_all_steps_of_a_run_are_replayed_and_memory_does_not_grow():
     wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-4))
     wrapper.initialize_count_status(model, 0, 100)
     graphs = GraphedLoss(model)
-    state, before = torch.cuda.get_rng_state(), torch.cat([p.detach().flatten() for p in model.parameters()])
+    state, before = torch.cuda.get_rng_state(), parameters_to_vector(model.parameters()).detach()
     prepare_sizes(model, wrapper, loader, [graphs], logging.getLogger("planned"))
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
+    assert torch.equal(parameters_to_vector(model.parameters()), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     reserved = 0
     staged = StagedModel(model, {"loss": graphs})

@@ -49,6 +49,14 @@ def test_windows_cover_the_picture_and_share_enough(side, overlap):
     assert seen.all() and all(a + side - b >= overlap * side - 1 for a, b in itertools.pairwise(lefts))
 
 
+def bright_pixels(item):
+    return (item["inputs"].amax(0).numpy() > 128).astype(np.uint8)
+
+
+def scale_of(sample):
+    return torch.tensor(sample.get("scale_factor", (1.0, 1.0)))
+
+
 class BrightSpots(Detector):
     """Finds every bright spot that is large enough in what the model gets."""
 
@@ -56,10 +64,10 @@ class BrightSpots(Detector):
         found = []
         for item in items:
             sample = item["data_samples"].clone()
-            image = (item["inputs"].amax(0).numpy() > 128).astype(np.uint8)
+            image = bright_pixels(item)
             _, _, rows, _ = cv2.connectedComponentsWithStats(image)
             boxes = torch.tensor([(x, y, x + w, y + h) for x, y, w, h, _ in rows[1:] if min(w, h) >= SEEN])
-            boxes = boxes.view(-1, 4) / torch.tensor(sample.get("scale_factor", (1.0, 1.0))).repeat(2)
+            boxes = boxes.view(-1, 4) / scale_of(sample).repeat(2)
             scores = torch.full((len(boxes),), 0.9)
             labels = torch.zeros(len(boxes), dtype=torch.int64)
             sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
@@ -73,11 +81,11 @@ class TurnedSpots(BrightSpots):
     def _predict(self, items, amp, graph):
         found = super()._predict(items, amp, graph)
         for item, sample in zip(items, found, strict=True):
-            image = (item["inputs"].amax(0).numpy() > 128).astype(np.uint8)
+            image = bright_pixels(item)
             outlines = cv2.findContours(image, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)[0]
             corners = [cv2.boxPoints(cv2.minAreaRect(outline)) + 0.5 for outline in outlines]
             polygons = torch.from_numpy(np.reshape(corners, (-1, 4, 2)).astype(np.float32))
-            boxes = polygons_to_boxes(polygons / torch.tensor(sample.get("scale_factor", (1.0, 1.0))))
+            boxes = polygons_to_boxes(polygons / scale_of(sample))
             scores, labels = torch.full((len(boxes),), 0.9), torch.zeros(len(boxes), dtype=torch.int64)
             sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
         return found

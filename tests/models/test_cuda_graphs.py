@@ -29,7 +29,7 @@ def model_with_dropout(variant, num_cp=-1):
     encoder["num_cp"] = num_cp
     for part in (encoder, decoder):
         part["layer_cfg"]["ffn_cfg"]["ffn_drop"] = 0.1
-    return build(variant, encoder=encoder, decoder=decoder).cuda().train()
+    return build(variant, encoder=encoder, decoder=decoder).cuda()
 
 
 @pytest.mark.cuda
@@ -180,7 +180,7 @@ def test_gradients_go_to_leaves_that_stand_for_parameters_and_the_parameters_com
 
 
 def test_without_a_gpu_steps_are_eager_and_counted():
-    model = build("base").train()
+    model = build("base")
     images, samples = batch()
     expected = model(images, samples, mode="loss")
     graphs = GraphedLoss(model)
@@ -262,7 +262,7 @@ def test_nothing_in_a_prediction_waits_for_the_device(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_in_a_step_comes_from_the_host(variant):
-    assert not copies_of_losses(build(variant).train(), *batch())
+    assert not copies_of_losses(build(variant), *batch())
 
 
 class RecordedStep(GraphedStep):
@@ -305,9 +305,13 @@ class RecordedStep(GraphedStep):
         return torch.zeros(1)
 
 
+def weight_and_input():
+    return torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([3.0, 4.0])
+
+
 @pytest.mark.parametrize("assigns_in_graph", [True, False])
 def test_gradients_of_graphs_add_up_in_one_place(assigns_in_graph):
-    weight, x = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([3.0, 4.0])
+    weight, x = weight_and_input()
     wrapper = OwnOptimWrapper(torch.optim.SGD([weight], lr=0.5), accumulative_counts=2)
     memory = SimpleNamespace(replays=0)
     step = RecordedStep(weight, memory, wrapper.gradients, assigns_in_graph=assigns_in_graph)
@@ -324,7 +328,8 @@ def test_gradients_of_graphs_add_up_in_one_place(assigns_in_graph):
 
 
 def test_a_hook_of_a_parameter_sees_and_changes_its_gradient():
-    weight, x, seen = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([3.0, 4.0]), []
+    weight, x = weight_and_input()
+    seen = []
     weight.register_hook(lambda gradient: seen.append(gradient) or 10 * gradient)
     step = RecordedStep(weight, SimpleNamespace(replays=0), handed_on=[weight])
     for count in (1, 2):
@@ -334,10 +339,9 @@ def test_a_hook_of_a_parameter_sees_and_changes_its_gradient():
 
 
 def test_a_backward_after_another_replay_is_refused():
-    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    weight, x = weight_and_input()
     memory = SimpleNamespace(replays=0)
     one, other = RecordedStep(weight, memory), RecordedStep(weight, memory)
-    x = torch.tensor([3.0, 4.0])
     sum(one(x)[0].values()).backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach() * x.square())
     for next_step in (one, other):

@@ -76,10 +76,15 @@ def test_stacked_inputs_and_no_samples():
     assert out["inputs"].shape == (2, 3, 6, 6)
 
 
+def preprocessed(sample):
+    batch = DetDataPreprocessor()({"inputs": images((4, 6)), "data_samples": [sample]})
+    return batch["data_samples"][0]
+
+
 def test_the_pipelines_image_size_stands():
     (sample,) = samples(1)
     sample.set_metainfo({"img_shape": (3, 5)})
-    (sample,) = DetDataPreprocessor()({"inputs": images((4, 6)), "data_samples": [sample]})["data_samples"]
+    sample = preprocessed(sample)
     assert sample.img_shape == (3, 5)
     assert sample.batch_input_shape == (4, 6)
 
@@ -92,7 +97,7 @@ class Boxes(list):
 
 def test_box_containers():
     sample = DetDataSample(gt_instances=InstanceData(bboxes=Boxes()))
-    (sample,) = DetDataPreprocessor()({"inputs": images((4, 6)), "data_samples": [sample]})["data_samples"]
+    sample = preprocessed(sample)
     assert sample.gt_instances.bboxes is Boxes.tensor
 
 

@@ -98,7 +98,7 @@ def test_sizes_are_the_batchs_where_samples_say_nothing():
 @pytest.mark.parametrize("counts", [(0, 2), (0, 0), (12, 1)])
 def test_any_number_of_objects(variant, counts):
     """The loss stays connected to every parameter, so that no process of a group waits for a gradient in vain."""
-    model = build(variant).train()
+    model = build(variant)
     losses = model(*batch(counts), mode="loss")
     backward(losses)
     if not any(counts):
@@ -117,13 +117,13 @@ def test_fewer_pixels_than_queries(variant):
 
 
 def test_a_diverged_model_reports_a_loss_that_is_not_finite():
-    model = build("refine").train()
+    model = build("refine")
     images, samples = batch()
     assert not model(images * float("nan"), samples, mode="loss")["loss_cls"].isfinite()
 
 
 def test_autocast():
-    model = build("refine").train()
+    model = build("refine")
     images, samples = batch()
     exact = model(images, samples, mode="loss")
     with torch.autocast("cpu", torch.bfloat16):
@@ -152,7 +152,7 @@ def test_encoder_checkpointing_changes_nothing():
     images, samples = batch()
     gradients = []
     for num_cp in (-1, 2):
-        model = build("refine").train()
+        model = build("refine")
         model.encoder.num_cp = num_cp
         sum(model(images, samples, mode="loss").values()).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])

@@ -25,7 +25,7 @@ build = functools.partial(variant, "dino")
 
 
 def build_with_drawn_noise(device="cpu"):
-    model = build().to(device).train()
+    model = build().to(device)
     drawn = [numbers.to(device) for numbers in drawn_noise(2, 300, 3)]
     model.dn_query_generator.draw = lambda batch_size, room, device: tuple(
         numbers[:, :room] for numbers in drawn
@@ -132,7 +132,7 @@ def test_autocast(device):
 
 def test_nothing_in_a_step_waits_for_the_device():
     """Numbers of fake tensors do not exist, so that whatever asks for one fails, as a capture would."""
-    model = build().train()
+    model = build()
     images, samples = batch((3, 0), sizes=((64, 96), (50, 80)))
     step = model.training_batch(images, samples)
     model.predictions_and_costs(step)  # It makes the tables that are kept.
@@ -147,7 +147,7 @@ def test_nothing_in_a_step_waits_for_the_device():
     "wrapper, tolerance, others", [(OptimWrapper, 1e-3, 0), (AmpOptimWrapper, 3e-2, 0.03)]
 )
 def test_replayed_steps_are_eager_steps(wrapper, tolerance, others):
-    eager, graphed = build().cuda().train(), build().cuda().train()
+    eager, graphed = build().cuda(), build().cuda()
     expected = train(eager, wrapper)
     losses = train_by_graphs(graphed, wrapper)
     # In 16 bits, a few losses may be of other proposals, whose scores are equal up to rounding.

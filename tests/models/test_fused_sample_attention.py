@@ -31,6 +31,11 @@ def inputs(dtype=torch.float64):
     }
 
 
+def drawn():
+    """Return an attention in double precision, and its inputs."""
+    return module().double(), inputs()
+
+
 def written_out(attention, query, images, samples, depths, sample_mask=None):
     """The attention with keys."""
     sampled = F.grid_sample(images, samples, align_corners=False).permute(0, 2, 3, 1)  # [B, Q, D, C]
@@ -76,7 +81,7 @@ def test_gradients_are_the_definitions():
 
 
 def test_masked_samples_count_for_nothing():
-    attention, given = module().double(), inputs()
+    attention, given = drawn()
     mask = torch.rand(B, Q, D) < 0.4
     mask[..., 0] = False
     out, weights = attention(**given, sample_mask=mask)
@@ -85,7 +90,7 @@ def test_masked_samples_count_for_nothing():
 
 
 def test_query_without_samples_takes_nothing():
-    attention, given = module().double(), inputs()
+    attention, given = drawn()
     mask = torch.zeros(B, Q, D, dtype=torch.bool)
     mask[0, 1] = True
     given = {name: tensor.requires_grad_() for name, tensor in given.items()}
@@ -108,7 +113,7 @@ def test_autocast_keeps_scores_and_weights_in_float32():
 
 @pytest.mark.parametrize(("queries", "depth_samples"), [(0, D), (Q, 0)])
 def test_empty(queries, depth_samples):
-    attention, given = module().double(), inputs()
+    attention, given = drawn()
     given["query"] = given["query"][:, :queries]
     for name in ("samples", "depths"):
         given[name] = given[name][:, :queries, :depth_samples]

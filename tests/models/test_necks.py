@@ -36,10 +36,11 @@ def test_repeated_values_keep_their_type_under_autocast(mode, monkeypatch):
         return interpolate(level, *arguments, **options)
 
     monkeypatch.setattr(F, "interpolate", note)
+    levels = [torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)]
     with torch.autocast("cpu", torch.bfloat16):
-        outs = neck([torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)])
+        outs = neck(levels)
     assert outs[0].dtype is torch.bfloat16
-    neck([torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)])
+    neck(levels)
     assert casts == [mode != "nearest", False]
 
 

@@ -77,7 +77,7 @@ def test_frozen_stages_neither_learn_nor_count():
 )
 def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, dtype, options, monkeypatch):
     options = {"norm_cfg": {"type": "BN", "requires_grad": False}, **options}
-    folded, separate = tiny(**options).to(device).train(), tiny(**options).to(device).train()
+    folded, separate = (tiny(**options).to(device).train() for _ in range(2))
     with torch.no_grad():
         for norm in (module for module in folded.modules() if isinstance(module, nn.BatchNorm2d)):
             norm.weight.uniform_(0.5, 1.5)

@@ -135,7 +135,11 @@ def test_gaussian_distances_by_matrices():
     torch.testing.assert_close(loss_of("probiou", pred, target), (1 - (-distance).exp()).sqrt())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+for_each_loss = pytest.mark.parametrize("name", LOSSES)
+for_each_loss_of_boxes = pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+
+
+@for_each_loss
 def test_losses_know_the_better_box(name):
     target = torch.tensor([48.0, 32.0, 24.0, 8.0, 0.4])
     for number, steps in enumerate([(2, 6, 11), (2, 5, 6), (3, 7, 11), (2, 3, 5), (0.1, 0.4, 0.7)]):
@@ -148,7 +152,7 @@ def test_losses_know_the_better_box(name):
     assert loss_of(name, turned, target.expand_as(turned)) < 2e-3
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@for_each_loss
 def test_sides_swap_if_asked(name):
     target = torch.tensor([[48.0, 32.0, 24.0, 8.0, 0.4]])
     swapped = torch.tensor([[48.0, 32.0, 8.0, 24.0, 0.4 + math.pi / 2]])
@@ -157,7 +161,7 @@ def test_sides_swap_if_asked(name):
     assert loss_of(name, swapped, target, **({"swaps_sides": True} if name == "l1" else {})) < 2e-3
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@for_each_loss
 def test_a_quarter_turn_of_everything_changes_no_loss(name):
     pred, target = drawn(1, 20), drawn(1, 20)
     expected = loss_of(name, pred, target)
@@ -167,7 +171,7 @@ def test_a_quarter_turn_of_everything_changes_no_loss(name):
     torch.testing.assert_close(right, expected)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@for_each_loss
 def test_gradients_are_finite(name):
     square, thin = [9.0, 9.0, 4.0, 4.0], [9.0, 9.0, 40.0, 0.0]
     borders = [-math.pi / 2, -math.pi / 4, 0.0, math.pi / 2, 3 * math.pi / 4]
@@ -184,7 +188,7 @@ def targets_of(boxes):
     return PaddedTargets(boxes_px=boxes, labels=labels, image_whwh=WHWH, counts=[boxes.shape[1]])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@for_each_loss
 def test_costs_are_the_losses_of_pairs(name):
     pred, true = drawn(3, 1, 6), drawn(1, 4)
     cost = TASK_UTILS.build({"type": "RotatedBoxCost", "loss": LOSSES[name], "weight": 2.0})
@@ -226,10 +230,10 @@ def rotated_batch(counts, sizes=(BATCH, BATCH)):
     return images, samples
 
 
-@pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+@for_each_loss_of_boxes
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_reaches_every_parameter(variant, loss_iou):
-    model = build(variant, loss_iou=loss_iou).train()
+    model = build(variant, loss_iou=loss_iou)
     images, samples = rotated_batch((3, 0), sizes=(BATCH, (50, 80)))
     losses = model(images, samples, mode="loss")
     backward(losses)
@@ -239,19 +243,19 @@ def test_a_step_reaches_every_parameter(variant, loss_iou):
     assert ((found.bboxes[:, 4] >= -math.pi / 2) & (found.bboxes[:, 4] < math.pi / 2)).all()
 
 
-@pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+@for_each_loss_of_boxes
 def test_nothing_in_a_step_comes_from_the_host(loss_iou):
-    assert not copies_of_losses(build("dino", loss_iou=loss_iou).train(), *rotated_batch((3, 2)))
+    assert not copies_of_losses(build("dino", loss_iou=loss_iou), *rotated_batch((3, 2)))
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("loss_iou", ["kld", "probiou", "iou"])
+@for_each_loss_of_boxes
 @pytest.mark.parametrize(("wrapper", "tolerance"), [(OptimWrapper, 1e-3), (AmpOptimWrapper, 3e-2)])
 def test_replayed_steps_are_eager_steps(loss_iou, wrapper, tolerance):
     data = batches()
     for sample in (sample for one in data for sample in one["data_samples"]):
         sample.gt_instances.bboxes = drawn(len(sample.gt_instances)).cuda()
-    eager, graphed = (build("dino", loss_iou=loss_iou).cuda().train() for _ in range(2))
+    eager, graphed = (build("dino", loss_iou=loss_iou).cuda() for _ in range(2))
     expected = train(eager, wrapper, data=data)
     losses = train_by_graphs(graphed, wrapper, data=data)
     torch.testing.assert_close(losses[:4], expected[:4], rtol=tolerance, atol=tolerance)
@@ -275,4 +279,4 @@ def test_what_does_not_fit_is_refused(given, message):
 
 def test_upright_targets_are_refused():
     with pytest.raises(ValueError, match=r"bboxes \[N, 5\] and labels \[N\], got \(3, 4\)"):
-        build("base").train()(*batch(), mode="loss")
+        build("base")(*batch(), mode="loss")

@@ -71,6 +71,7 @@ def config(embed_dims=16, **options):
 
 
 def build(variant="two_stage", **options):
+    """Return the model of ``config``, initialised and in training."""
     return started(config(**VARIANTS[variant], **options))
 
 
@@ -80,7 +81,7 @@ def started(settings):
     model.init_weights()
     for branch in model.bbox_head.reg_branches:  # a start of zeros would hide errors
         torch.nn.init.normal_(branch[-1].weight, std=0.2)
-    return model
+    return model.train()
 
 
 def batch(counts=(3, 1), sizes=(BATCH, BATCH)):

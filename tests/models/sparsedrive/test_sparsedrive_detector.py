@@ -76,7 +76,7 @@ def test_the_model_keeps_nothing_and_frames_without_a_state_have_no_ids():
 
 
 def test_the_state_survives_a_checkpoint(tmp_path):
-    model = tiny_model().train()
+    model = tiny_model()
     staged = StagedModel(model)
     staged.losses(*frame([0.0], scenes=["a"]))
     torch.save(model.plain_state(staged.state), tmp_path / "state.pth")
@@ -108,7 +108,7 @@ def assert_older_checkpoints_load(model, state):
 
 def test_every_parameter_gets_a_gradient_whatever_the_targets():
     for num_boxes, num_lines in (([4, 3], [3, 2]), ([0, 2], [0, 1]), ([0, 0], [0, 0])):
-        model = tiny_model().train()
+        model = tiny_model()
         staged = StagedModel(model)
         for time, seed in ((0.0, 0), (0.5, 1)):
             model.zero_grad()
@@ -120,7 +120,7 @@ def test_every_parameter_gets_a_gradient_whatever_the_targets():
 
 
 def test_no_depth_ground_truth():
-    model = tiny_model().train()
+    model = tiny_model()
     images, (sample,) = frame([0.0])
     del sample.gt_depth
     loss = model(images, [sample], mode="loss")["loss_dense_depth"]
@@ -128,7 +128,7 @@ def test_no_depth_ground_truth():
 
 
 def test_denoising_over_frames_with_changing_numbers_of_boxes():
-    staged = StagedModel(tiny_model().train())
+    staged = StagedModel(tiny_model())
     for i, count in enumerate((3, 1, 5, 0, 2)):
         assert are_finite(staged.losses(*frame([0.5 * i], seed=i, num_boxes=[count])))
         carried = staged.state.head["det"].denoising
@@ -138,7 +138,7 @@ def test_denoising_over_frames_with_changing_numbers_of_boxes():
 
 
 def test_a_forward_pass_in_training_never_sees_the_ground_truth():
-    model = tiny_model().train()
+    model = tiny_model()
     images, (sample,) = frame([0.0])
     blind = DrivingDataSample(metainfo={k: v for k, v in sample.metainfo.items() if k != "instance_id"})
     for name, value in sample.items():
@@ -150,7 +150,7 @@ def test_a_forward_pass_in_training_never_sees_the_ground_truth():
 
 
 def test_denoising_queries_are_invisible_to_the_others():
-    model = tiny_model().train()
+    model = tiny_model()
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -191,7 +191,7 @@ def test_bfloat16_stays_close_and_boxes_stay_float32():
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.float16, torch.bfloat16)], ids=str)
 def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
     """A run that is resumed may have another precision than the one that saved its temporal state."""
-    staged = StagedModel(tiny_model().train())
+    staged = StagedModel(tiny_model())
     for time, dtype in enumerate(dtypes):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             losses = staged.losses(*frame([0.5 * time]))
@@ -200,7 +200,7 @@ def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
 
 
 def test_nan_in_annotations_gives_finite_losses():
-    model = tiny_model().train()
+    model = tiny_model()
     images, data = frame([0.0])
     data[0].gt_bboxes_3d[1, 7:] = math.nan
     data[0].gt_bboxes_3d[2, 3:6] = 0.0
@@ -210,7 +210,7 @@ def test_nan_in_annotations_gives_finite_losses():
 @pytest.mark.parametrize(("name", "count"), [("gt_labels_3d", 5), ("gt_map_labels", 3)])
 @pytest.mark.parametrize("is_negative", [True, False])
 def test_labels_must_be_classes(name, count, is_negative):
-    model = tiny_model().train()
+    model = tiny_model()
     images, samples = frame([0.0, 0.0], num_boxes=[0, 2], num_lines=[0, 2])
     wrong = -1 if is_negative else count
     setattr(samples[1], name, torch.tensor([0, wrong]))
@@ -277,7 +277,7 @@ def test_errors_say_what_is_wrong():
 
 @pytest.mark.cuda
 def test_a_training_step_waits_for_the_device_nowhere():
-    staged = StagedModel(tiny_model().cuda().train())
+    staged = StagedModel(tiny_model().cuda())
 
     def step(i):
         images, data = frames[i]

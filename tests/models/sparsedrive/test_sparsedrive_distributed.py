@@ -17,7 +17,7 @@ def losses_of(model, count, mode="loss"):
 
 
 def train(count):
-    model = DistributedDataParallel(tiny_model().train(), broadcast_buffers=False)
+    model = DistributedDataParallel(tiny_model(), broadcast_buffers=False)
     staged = StagedModel(model)
     for _ in range(2):  # the second frame fails if a gradient of the first was missing
         losses = losses_of(model, count, staged.losses)
@@ -31,7 +31,7 @@ def train(count):
 def test_one_process_without_objects(tmp_path):
     together = in_two_processes(train, COUNTS, tmp_path / "store")
     assert list(together[0]) == list(together[1])
-    alone = losses_of(tiny_model().train(), COUNTS[0])
+    alone = losses_of(tiny_model(), COUNTS[0])
     for name, loss in alone.items():
         # 4 boxes (or 3 lines) alone are a mean of 2 (1.5) over both: every sum counts twice.
         factor = 1 if name == "loss_dense_depth" else 2

@@ -53,14 +53,14 @@ def test_nothing_in_a_prediction_needs_the_host(known):
 
 
 def test_nothing_in_a_step_comes_from_the_host():
-    model = tiny_model().train()
+    model = tiny_model()
     staged = StagedModel(model)
     staged.losses(*frame([0.0, 0.0], scenes=["a", "b"]))
     assert not copies_of_losses(model, *frame([0.5, 0.5], scenes=["a", "b"]), staged.state)
 
 
 def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
-    model = tiny_model().train()
+    model = tiny_model()
     sequence = frames("cpu")
     staged = StagedModel(model)
     for images, samples in sequence[:2]:
@@ -78,7 +78,7 @@ def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
 
 
 def test_gradients_computed_beside_a_backward_pass_are_those_of_autograd():
-    model = tiny_model().train()
+    model = tiny_model()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     results = []
     for later in (None, LaterGradients(parameters, [])):
@@ -133,8 +133,8 @@ def train(model, wrapper, graphs=None):
 def test_training_by_graphs_gives_the_losses_and_gradients_of_eager_steps(dtype, tolerance):
     """Eager steps round the gradients of parameters to bfloat16."""
     wrapper = OptimWrapper if dtype is None else functools.partial(AmpOptimWrapper, dtype=dtype)
-    losses, gradient, state = train(tiny_model().cuda().train(), wrapper)
-    model = tiny_model().cuda().train()
+    losses, gradient, state = train(tiny_model().cuda(), wrapper)
+    model = tiny_model().cuda()
     said = []
     graphs = GraphedLoss(model, say=said.append)
     graphed_losses, graphed_gradient, graphed_state = train(model, wrapper, graphs)
@@ -194,7 +194,7 @@ def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
 
 def test_parameters_that_autocast_alone_reads_may_be_cast_at_once():
     """Losses and gradients are the same to the bit, and so is what a layer computes in full precision."""
-    model = tiny_model().train()
+    model = tiny_model()
     batch = map_tensors(torch.clone, model.training_batch(*frames("cpu")[0], None), NotOnDevice)
     plain = leaves_in_place_of(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -48,19 +48,20 @@ def test_no_rows_give_a_zero_with_a_gradient():
 
 
 def test_cross_entropy_by_hand():
-    logits = torch.tensor([[0.0, math.log(3)]])
-    assert CrossEntropyLoss()(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
+    logits, label = torch.tensor([[0.0, math.log(3)]]), torch.tensor([1])
+    expected = pytest.approx(math.log(4 / 3))
+    assert CrossEntropyLoss()(logits, label).item() == expected
     weighted = CrossEntropyLoss(class_weight=[1.0, 2.0], loss_weight=0.5)
-    assert weighted(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
+    assert weighted(logits, label).item() == expected
     binary = CrossEntropyLoss(use_sigmoid=True, class_weight=[2.0, 1.0], reduction="sum")
     assert binary(logits, torch.eye(2)[:1]).item() == pytest.approx(2 * math.log(2) + math.log(4))
     for call, message in (
         (lambda: CrossEntropyLoss(use_mask=True), "use_mask must be False"),
         (
-            lambda: CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1])),
+            lambda: CrossEntropyLoss(use_sigmoid=True)(logits, label),
             "same as input size",
         ),
-        (lambda: GaussianFocalLoss()(logits, torch.tensor([1])), "pred and target must have one shape"),
+        (lambda: GaussianFocalLoss()(logits, label), "pred and target must have one shape"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

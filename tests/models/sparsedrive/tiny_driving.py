@@ -33,11 +33,11 @@ def tiny_config(with_map=True, **overrides):
 
 
 def tiny_model(seed=0, **overrides):
-    """Return the model of ``tiny_config``, initialised."""
+    """Return the model of ``tiny_config``, initialised and in training."""
     torch.manual_seed(seed)
     model = MODELS.build(tiny_config(**overrides))
     model.init_weights()
-    return model
+    return model.train()
 
 
 def cameras():
