@@ -1,5 +1,6 @@
 """Problems of deformable aggregation, of which its other forms make theirs."""
 
+import math
 from typing import Any
 
 import torch
@@ -128,13 +129,14 @@ def draw_aggregation(draw: Draw) -> Problem:
 def aggregation_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
     peak, side = largest(given["features"]), longest_side(shapes)
-    counted = max(1, given["weights"].shape[2] * given["weights"].shape[3] * given["weights"].shape[4])
-    bounds["output"] = peak * largest(given["weights"]) * counted
+    weights = given["weights"]
+    of_weights = largest(weights)
+    bounds["output"] = peak * of_weights * max(1, math.prod(weights.shape[2:5]))
     if "weights" in bounds:
         bounds["weights"] = peak * gradient_sum(bounds)
     if "locations" in bounds:
         levels = max(1, shapes.shape[1])
-        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(given["weights"]) * levels
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * of_weights * levels
 
 
 @st.composite

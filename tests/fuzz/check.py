@@ -127,12 +127,20 @@ def numbers_of(problem: Problem) -> int:
     return sum(value.numel() for value in tensors_of(problem.arguments))
 
 
+def _outputs(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _by_name(outputs: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the results by the names "output", "output 1" and so on."""
+    return {f"output {i}" if i else "output": one for i, one in enumerate(outputs)}
+
+
 def _call(
     operator: Operator, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
 ) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], dict[int, Tensor]]:
     """Return the results, the gradients of the needed arguments, and those of the results that have one."""
-    result = operator.call(**problem.arguments)
-    outputs = result if isinstance(result, tuple) else (result,)
+    outputs = _outputs(operator.call(**problem.arguments))
     sources = {i: t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad}
     assert sources or not needed, f"no result can be differentiated with respect to {needed}"
     if not needed:
@@ -208,9 +216,8 @@ def _reference(
     arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
     for name in needed:
         arguments[name].requires_grad_()
-    result = operator.reference(**arguments)
-    outputs = result if isinstance(result, tuple) else (result,)
-    results = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
+    outputs = _outputs(operator.reference(**arguments))
+    results = _by_name(outputs)
     if grad_outputs:
         grads = [grad.double() for grad in grad_outputs.values()]
         grads = [torch.where(grad.abs() < EXTREME, grad, torch.nan) for grad in grads]
@@ -248,7 +255,7 @@ def _compare(
     bounds = {name: largest(value, below=torch.inf) for name, value in magnitudes.items()}
     if operator.bounds is not None:
         operator.bounds(problem, bounds)
-    results: dict[str, Any] = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
+    results = _by_name(outputs)
     if grad_outputs:
         results.update(zip(needed, gradients, strict=True))
     for name, got in results.items():
@@ -272,15 +279,17 @@ def _row_sum(tensor: Tensor) -> Tensor:
 def _wrong_entries(problem: Problem, name: str, got: Tensor, expected: Tensor, bound: float) -> str:
     if got.shape != expected.shape:
         return f"shape {list(got.shape)}, expected {list(expected.shape)}"
-    if name in problem.arguments and got.dtype != problem.arguments[name].dtype:
-        return f"type {got.dtype}, expected {problem.arguments[name].dtype}"
+    if name in problem.arguments:
+        dtype = problem.arguments[name].dtype
+        if got.dtype != dtype:
+            return f"type {got.dtype}, expected {dtype}"
     if bound > OVERFLOW and problem.wide != torch.float64:
         return ""
-    info = torch.finfo(got.dtype)
-    epsilon = torch.finfo(problem.wide).eps if problem.epsilon is None else problem.epsilon
+    info, wide = torch.finfo(got.dtype), torch.finfo(problem.wide)
+    epsilon = wide.eps if problem.epsilon is None else problem.epsilon
     allowed = epsilon * problem.error_factor * bound + problem.absolute.get(name, 0.0)
     # Atomic additions on CUDA flush subnormal terms to zero, and a sum may have several.
-    allowed += torch.finfo(problem.wide).smallest_normal * problem.error_factor
+    allowed += wide.smallest_normal * problem.error_factor
     tolerance = expected.abs() * info.eps + info.smallest_normal * info.eps + allowed
     is_right = (got.double() - expected).abs() <= tolerance
     is_right |= ~expected.isfinite() | (expected.abs() + allowed >= info.max * (1 - info.eps))

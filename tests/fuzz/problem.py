@@ -100,12 +100,17 @@ class Operator:
     shares_a_scale: bool = False
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """Return a source of random numbers on the CPU, which depend on the seed alone."""
+    return torch.Generator().manual_seed(seed)
+
+
 class Draw:
     """A source of random sizes, numbers and memory layouts, which depend on the operator's name and the seed only."""
 
     def __init__(self, name: str, seed: int, device: str) -> None:
         self.random = random.Random(f"{name} {seed}")
-        self.generator = torch.Generator().manual_seed(self.random.getrandbits(62))
+        self.generator = generator_of(self.random.getrandbits(62))
         self.device = device
         self.has_bad_numbers, self.has_empty_sizes = self.chance(0.2), self.chance(0.05)
 
@@ -140,10 +145,8 @@ class Draw:
     def numbers(self, *shape: int) -> Tensor:
         """Return numbers of a random kind, which are normal, scaled, all equal, small integers or zeros."""
         kind = self.random.random()
-        if kind < 0.8:
-            return torch.randn(shape, generator=self.generator, dtype=torch.float64)
         if kind < 0.88:
-            scale = 10 ** self.random.uniform(-3, 3)
+            scale = 1 if kind < 0.8 else 10 ** self.random.uniform(-3, 3)
             return torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         if kind < 0.92:
             return torch.full(shape, self.random.gauss(0, 1), dtype=torch.float64)
@@ -153,11 +156,12 @@ class Draw:
 
     def with_bad_numbers(self, tensor: Tensor, probability: float = 0.5) -> Tensor:
         """Return the tensor. In some problems, a few of its numbers are NaN, infinite, huge, subnormal or -0."""
-        if not self.has_bad_numbers or tensor.numel() == 0 or not self.chance(probability):
+        N = tensor.numel()
+        if not self.has_bad_numbers or N == 0 or not self.chance(probability):
             return tensor
         tensor = tensor.clone()
-        count = 1 if self.chance(0.5) else self.random.randint(1, max(1, tensor.numel() // 8))
-        places = self.whole(0, tensor.numel(), count)
+        count = 1 if self.chance(0.5) else self.random.randint(1, max(1, N // 8))
+        places = self.whole(0, N, count)
         kinds = torch.tensor(BAD_NUMBERS, dtype=tensor.dtype)
         tensor.view(-1)[places] = kinds[self.whole(0, len(BAD_NUMBERS), count)]
         return tensor
@@ -177,19 +181,19 @@ class Draw:
         if bad:
             tensor = self.with_bad_numbers(tensor, bad)
         tensor = tensor.to(dtype or tensor.dtype).to(self.device)
-        kind = self.random.random()
-        if kind < 0.45 or tensor.dim() == 0:
+        kind, dims = self.random.random(), tensor.dim()
+        if kind < 0.45 or dims == 0:
             return tensor.clone()
         if kind < 0.6:
             return self._shifted(tensor, self.random.randint(1, 3))
-        order = list(range(tensor.dim()))
+        order = list(range(dims))
         if kind < 0.75:
             self.random.shuffle(order)
-            if tensor.dim() == 4 and self.chance(0.5):
+            if dims == 4 and self.chance(0.5):
                 order = [0, 2, 3, 1]  # channels last
-            inverse = [order.index(d) for d in range(len(order))]
+            inverse = [order.index(d) for d in range(dims)]
             return self._shifted(tensor.permute(order), self.pick(0, 0, 1, 2)).permute(inverse)
-        dim = self.random.randrange(tensor.dim())
+        dim = self.random.randrange(dims)
         if kind < 0.9 or not can_expand:
             step, start = self.pick((2, 1), (1, 1), (1, 3), (3, 0))
             shape = list(tensor.shape)
@@ -229,8 +233,8 @@ class Draw:
 
     def _shifted(self, tensor: Tensor, offset: int) -> Tensor:
         """Return a contiguous copy that begins ``offset`` elements into its storage."""
-        storage = self._filled([tensor.numel() + offset + 4], tensor)
-        view = storage[offset : offset + tensor.numel()].view(tensor.shape)
+        end = offset + tensor.numel()
+        view = self._filled([end + 4], tensor)[offset:end].view(tensor.shape)
         view.copy_(tensor)
         return view
 
@@ -239,7 +243,7 @@ class Seeded:
     """Random float64 numbers on the CPU, which depend on the seed and on the draws before."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = generator_of(seed)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -253,16 +257,21 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _magnitudes(tensor: Tensor, below: float) -> Tensor:
+    """Return the magnitudes that are less than ``below``, and 0 for others."""
+    magnitudes = tensor.detach().double().abs()
+    return torch.where(magnitudes < below, magnitudes, 0.0)
+
+
 def largest(tensor: Tensor, below: float = EXTREME) -> float:
     """Return the largest magnitude that is less than ``below``."""
-    tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < below, tensor, 0.0)
-    return float(tensor.max()) if tensor.numel() else 0.0
+    magnitudes = _magnitudes(tensor, below)
+    return float(magnitudes.max()) if magnitudes.numel() else 0.0
 
 
 def rand(*shape: int) -> Tensor:
     """Return numbers in 0..1 that depend on the shape alone."""
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.rand(*shape, generator=generator_of(sum(shape)))
 
 
 def gradient_sum(bounds: dict[str, float]) -> float:
@@ -272,8 +281,7 @@ def gradient_sum(bounds: dict[str, float]) -> float:
 
 def row_sum(tensor: Tensor, dims: int) -> float:
     """Return the largest sum of magnitudes over the last dimensions."""
-    tensor = tensor.detach().double().abs()
-    return largest(torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1), below=torch.inf)
+    return largest(_magnitudes(tensor, EXTREME).flatten(-dims).sum(-1), below=torch.inf)
 
 
 def wrong_places(what: str, is_wrong: Tensor) -> str:

@@ -36,9 +36,10 @@ def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
 
 def _turned(draw: Draw, regions: Tensor) -> Tensor:
     """Return rotated regions [N, 6] with the centres and sides of regions [N, 5]."""
-    sides = (regions[:, 3:] - regions[:, 1:3]).clamp(min=0)
+    corners = regions[:, 1:3]
+    sides = (regions[:, 3:] - corners).clamp(min=0)
     angles = (draw.uniform(-7, 7, len(regions)) * 8).round() / 8
-    return torch.cat([regions[:, :1], regions[:, 1:3] + sides / 2, sides, angles[:, None]], 1)
+    return torch.cat([regions[:, :1], corners + sides / 2, sides, angles[:, None]], 1)
 
 
 def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
@@ -95,10 +96,10 @@ def _is_unclear(
     region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
 ) -> bool:
     """Return whether rounding decides if a sample is inside the map, or if it reads a bad number."""
-    y, x = samples_of(region, **settings)
-    unclear = is_unclear(y, x, *images.shape[2:], False)
+    (y, x), (H, W) = samples_of(region, **settings), images.shape[2:]
+    unclear = is_unclear(y, x, H, W, False)
     if near_bad_numbers:  # A sample on the first pixel reads the second one, too, with weight 0.
-        unclear |= is_unclear(y.clamp(min=0), x.clamp(min=0), *images.shape[2:], True)
+        unclear |= is_unclear(y.clamp(min=0), x.clamp(min=0), H, W, True)
     return bool(unclear.any())
 
 

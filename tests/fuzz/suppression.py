@@ -38,8 +38,9 @@ def same_kept(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, 
         return f"kept indices {keep.tolist()} of {count} boxes"
     if problem.skip["output"]:
         return ""
-    if keep.tolist() != expected["output 1"].tolist():
-        return f"kept {keep.tolist()}, expected {expected['output 1'].tolist()}"
+    kept, wanted = keep.tolist(), expected["output 1"].tolist()
+    if kept != wanted:
+        return f"kept {kept}, expected {wanted}"
     if not torch.allclose(got[0].double(), expected["output"], rtol=1e-5, atol=1e-5):
         return "boxes or scores differ"
     return ""

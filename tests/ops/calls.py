@@ -9,6 +9,7 @@ import torch
 from programs import ROOT, run_python
 from torch import Tensor
 
+from tests.fuzz.problem import generator_of
 from visdet.execution.tensor_tree import map_tensors
 
 __all__ = [
@@ -43,7 +44,7 @@ def gradients(function, case, grad_output=None, of=None):
         arguments[index] = case[index].detach().clone().requires_grad_()
     output = function(*arguments)
     if grad_output is None:
-        grad_output = torch.randint(-16, 17, output.shape, generator=torch.Generator().manual_seed(1)) / 8
+        grad_output = torch.randint(-16, 17, output.shape, generator=generator_of(1)) / 8
     leaves = [arguments[index] for index in of]
     return output, torch.autograd.grad(output, leaves, grad_output.to(output).expand_as(output))
 

@@ -56,12 +56,15 @@ def _draw_borders(draw: Draw) -> Problem:
     return _problem("input", given, skip={"input": bool(is_near.any()) or draw.has_bad_numbers})
 
 
+def _zeros(input: Tensor, *shape: int) -> Tensor:
+    """Return zeros, of which the gradient of ``input`` is zero, too."""
+    return input.new_zeros(shape) + 0 * input[:0].sum()
+
+
 def _border_samples(input: Tensor, boxes: Tensor, pool_size: int) -> Tensor:  # [B, C, N, 4, P + 1]
     places = [one.movedim(2, 1).flatten(2) for one in _borders(boxes, pool_size)]
     maps = input.unflatten(1, (4, -1))
-    samples = (
-        input.new_zeros(len(input), 4, maps.shape[2], boxes.shape[1] * (pool_size + 1)) + 0 * input[:0].sum()
-    )
+    samples = _zeros(input, len(input), 4, maps.shape[2], boxes.shape[1] * (pool_size + 1))
     for b in range(len(input)):
         for side in range(4):
             samples[b, side] = sampled(maps[b, side], *(one[b, side] for one in places))
@@ -125,7 +128,7 @@ def _draw_curves(draw: Draw) -> Problem:
 
 def _curve_means(input: Tensor, beziers: Tensor, **settings: Any) -> Tensor:
     C, size = input.shape[1], settings["output_size"]
-    result = input.new_zeros(len(beziers), C, *size) + 0 * input[:0].sum()
+    result = _zeros(input, len(beziers), C, *size)
     for n, bezier in enumerate(beziers):
         image = float(bezier[0])
         if image in range(len(input)) and bool(bezier.isfinite().all()):
@@ -200,7 +203,7 @@ def _draw_masks(draw: Draw) -> Problem:
 
 def _masks(input: Tensor, psa_type: str, mask_size: tuple[int, int]) -> Tensor:
     (B, _, H, W), (MH, MW) = input.shape, mask_size
-    result = input.new_zeros(B, H * W, H, W) + 0 * input[:0].sum()
+    result = _zeros(input, B, H * W, H, W)
     for h, w, i, j in itertools.product(*map(range, (H, W, MH, MW))):
         row, column = h + i - (MH - 1) // 2, w + j - (MW - 1) // 2
         if 0 <= row < H and 0 <= column < W:
@@ -272,7 +275,7 @@ def _draw_shifts(draw: Draw) -> Problem:
 
 def _shifted(input: Tensor, shift: Tensor) -> Tensor:
     B, T, C, _ = input.shape
-    result = torch.zeros_like(input) + 0 * input[:0].sum()
+    result = _zeros(input, *input.shape)
     for b, t, c in itertools.product(range(B), range(T), range(C)):
         frame = t - int(shift[b, c // (C // shift.shape[1])])
         if 0 <= frame < T:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, generator_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
 from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
@@ -49,7 +49,7 @@ OPERATORS = (
 
 
 def problem(shape, columns, device, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(sum(shape) + columns)
+    generator = generator_of(sum(shape) + columns)
     input = torch.randn(shape, generator=generator).to(device, dtype)
     weight = torch.randn(columns, shape[-1], generator=generator) * shape[-1] ** -0.5
     return input, weight.to(device), torch.randn(columns, generator=generator).to(device)
@@ -60,12 +60,15 @@ def under_autocast(input, weight, bias, dtype):
         return F.linear(input, weight, bias)
 
 
+def random_gradient(output):
+    return torch.randn(output.shape, generator=generator_of(1)).to(output)
+
+
 def results(function, input, weight, bias, dtype):
     """Return the output and all gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
     output = function(*leaves, dtype)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
+    return [output.detach(), *torch.autograd.grad(output, leaves, random_gradient(output))]
 
 
 def test_the_output_may_be_changed_in_place(device):
@@ -117,7 +120,7 @@ def test_relu_and_dropout_after_the_layer(device, p, dtype):
     assert (p == 0) == (share == 1) and abs(share - (1 - p)) < 0.05
     expected = torch.where(kept, linear.relu() / (1 - p), 0)
     assert_close(output, expected, rtol=2e-2, atol=2e-2)
-    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    gradient = random_gradient(output)
     found, right = (torch.autograd.grad(one, given, gradient) for one in (output, expected))
     for a, b in zip(found, right, strict=True):
         assert a.dtype == torch.float32

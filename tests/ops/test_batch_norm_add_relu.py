@@ -10,7 +10,7 @@ from calls import refusals
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, generator_of, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
 from visdet.ops.fused import batch_norm_add_relu
 
@@ -150,7 +150,7 @@ OPERATORS = (
 
 def draw(shape, dtype, device, has_residual=True, offset=0.0):
     """Return input, residual, weight and bias, that require gradients. The images have their channels last."""
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = generator_of(sum(shape))
 
     def images():
         drawn = torch.randn(shape, generator=generator) * 2 + offset

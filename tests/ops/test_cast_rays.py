@@ -92,13 +92,15 @@ def test_a_row_of_voxels(device):
     points = torch.tensor([[[9.0, 0.5, 0.5], [0, 0.5, 0.5], [9, 9, 9]]], device=device)
     times = torch.tensor([[0, 1, 2]], device=device)
     distances, exits, voxels = cast_rays(row, origins, points, times)
-    assert distances.tolist() == [[4.5, 1.75, -1]] and exits.tolist() == [[5.5, 1.75, -1]]
+    ends = [[5.5, 1.75, -1]]
+    assert distances.tolist() == [[4.5, 1.75, -1]] and exits.tolist() == ends
     assert voxels.tolist() == [[[2, 0, 0], [0, 0, 0], [-1, -1, -1]]]
     expected, exits = render_rays(row, origins, points, times)
     left = [1, 1, math.exp(-0.2), math.exp(-0.9), math.exp(-1.8)]
     first = sum((left[i] - left[i + 1]) * (2.5 + i) for i in range(4)) + left[4] * 5.5
-    second = (1 - math.exp(-0.15)) * 0.75 + math.exp(-0.15) * 1.75
-    assert expected.tolist() == [pytest.approx([first, second, -1])] and exits.tolist() == [[5.5, 1.75, -1]]
+    passed = math.exp(-0.15)
+    second = (1 - passed) * 0.75 + passed * 1.75
+    assert expected.tolist() == [pytest.approx([first, second, -1])] and exits.tolist() == ends
 
 
 def test_a_ray_to_a_point_before_the_grid_ends_there(device):

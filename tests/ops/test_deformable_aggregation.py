@@ -25,7 +25,7 @@ from tests.fuzz.aggregation import (
     make_case,
     of_shapes,
 )
-from tests.fuzz.problem import Operator, Seeded
+from tests.fuzz.problem import Operator, Seeded, generator_of
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
@@ -146,7 +146,7 @@ PATHS = {
 )  # three packs of 16 bits a group, two packs of float32 a lane, idle lanes
 def test_every_path_gives_the_same(G, C, op, path, dtype):
     case = make_case(2, 7, 5, G, C, SHAPES_groups, dtype=dtype, device="cuda")
-    grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    grad_output = torch.randn(2, 7, C, generator=generator_of(1)).to(dtype).cuda()
     expected, grads = gradients(deformable_aggregation_reference, exact(case), grad_output.double())
     with choose_only(op, path):
         results = run(case, grad_output)
@@ -189,9 +189,10 @@ def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
         1, Q, P, 2, C, [[size]], dtype=torch.float32, device="cuda"
     )
     drawn = Seeded(2).uniform(*locations.shape)
-    pixels = (drawn * spread + (0.5 - spread / 2)) * torch.tensor(size[::-1]) - 0.5
+    width_height = torch.tensor(size[::-1])
+    pixels = (drawn * spread + (0.5 - spread / 2)) * width_height - 0.5
     pixels = pixels.floor() + pixels.frac().abs().clamp(0.01, 0.99)
-    locations = ((pixels + 0.5) / torch.tensor(size[::-1])).to(locations)
+    locations = ((pixels + 0.5) / width_height).to(locations)
     return features, shapes, starts, locations, weights
 
 
@@ -200,7 +201,7 @@ def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
 def test_sum_of_samples_far_apart_is_deterministic(spread):
     # The samples of a cell have numbers up to 300 000: more than are sorted with a few bitmaps.
     case = samples_on_a_map(3000, 100, spread)
-    grad_output = torch.randn(1, 3000, 8, generator=torch.Generator().manual_seed(1)).cuda()
+    grad_output = torch.randn(1, 3000, 8, generator=generator_of(1)).cuda()
     runs = [run(case, grad_output, deterministic=True) for _ in range(3)]
     for other in runs[1:]:
         assert_close(other, runs[0], rtol=0, atol=0)
@@ -385,9 +386,9 @@ def test_tables_on_the_device_that_leave_features_yield_nan():
 )
 def test_limits_on_cuda(sizes, message):
     S, Q, P, V, L = sizes
-    features = torch.zeros(1, device="cuda").expand(1, S, 1)
-    locations = torch.zeros(1, device="cuda").expand(1, Q, P, V, 2)
-    weights = torch.zeros(1, device="cuda").expand(1, Q, P, V, L, 1)
+    zero = torch.zeros(1, device="cuda")
+    features, locations = zero.expand(1, S, 1), zero.expand(1, Q, P, V, 2)
+    weights = zero.expand(1, Q, P, V, L, 1)
     tables = torch.ones(V, L, 2, dtype=torch.int64), torch.arange(V * L).view(V, L)
     with pytest.raises(RuntimeError, match="deformable_aggregation: " + message):
         deformable_aggregation(features, *tables, locations, weights)

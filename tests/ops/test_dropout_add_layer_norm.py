@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, generator_of, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of
 from visdet.ops.fused import dropout_add_layer_norm, give_rows, in_autocast_type, sum_in_autocast_type
 
@@ -133,7 +133,7 @@ OPERATORS = (
 
 def rows(shape, dtype, residual_dtype, device):
     """Return input, residual (None without a type), weight and bias, that require gradients."""
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = generator_of(sum(shape))
 
     def draw(*size):
         return torch.randn(*size, generator=generator)

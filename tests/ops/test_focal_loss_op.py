@@ -76,16 +76,17 @@ def _softmax(
 
 def _loss_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given = problem.arguments
-    factor = 1.0 if given["weight"] is None else max(1.0, largest(given["weight"]))
-    bounds["output"] = (2 + 2 * largest(given["input"])) * factor
-    if given["reduction"] == "sum":
-        bounds["output"] *= max(1, given["input"].numel())
-    elif given["reduction"] == "mean":
-        bounds["output"] *= max(1, given["input"].shape[1])
+    input, weight, reduction = given["input"], given["weight"], given["reduction"]
+    factor = 1.0 if weight is None else max(1.0, largest(weight))
+    scale = (1 + largest(input)) * factor
+    bounds["output"] = 2 * scale
+    if reduction == "sum":
+        bounds["output"] *= max(1, input.numel())
+    elif reduction == "mean":
+        bounds["output"] *= max(1, input.shape[1])
     if "input" in bounds:
-        share = 1.0 if given["reduction"] != "mean" else 1 / max(1, len(given["input"]))
-        gradient = bounds.get("grad_peak", 0.0)
-        bounds["input"] = 8 * (1 + largest(given["input"])) * factor * share * gradient
+        share = 1 / max(1, len(input)) if reduction == "mean" else 1.0
+        bounds["input"] = 8 * scale * share * bounds.get("grad_peak", 0.0)
 
 
 def _draw_corners(draw: Draw) -> Problem:
@@ -167,10 +168,11 @@ def test_modules_and_empty_input():
     assert module(torch.zeros(2, 2), torch.tensor([0, 1])).item() == pytest.approx(0.0625 * math.log(2) * 1.5)
 
 
+kernels = torch.ops.visdet
 INPUT, CLASSES, WEIGHT = torch.zeros(13, 7), torch.zeros(13).long(), torch.ones(7)
 REFUSED = [
     *refusals(
-        torch.ops.visdet.sigmoid_focal_loss,
+        kernels.sigmoid_focal_loss,
         (INPUT, CLASSES, WEIGHT, 2.0, 0.25),
         (0, INPUT[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
         (0, INPUT.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
@@ -193,18 +195,18 @@ def test_losses_of_extreme_logits(dtype, device):
     )
     for target in (11, 3, 4, 9):
         arguments = (logits, torch.tensor([target], device=device), logits.new_empty(0), 2.0, 0.25)
-        found = torch.ops.visdet.sigmoid_focal_loss(*arguments)
+        found = kernels.sigmoid_focal_loss(*arguments)
         expected = sigmoid_focal_loss_reference(
             logits.double(), *arguments[1:2], logits.double().new_empty(0), 2.0, 0.25
         )
         rtol = 1e-12 if dtype == torch.float64 else 1e-5 if device == "cpu" else 5e-5  # __expf
         assert_close(found.double(), expected, rtol=rtol, atol=1e-37)
-        grad = torch.ops.visdet.sigmoid_focal_loss_backward(torch.ones_like(logits), *arguments)
+        grad = kernels.sigmoid_focal_loss_backward(torch.ones_like(logits), *arguments)
         assert grad.isfinite().all()
     nan = torch.full((1, 20), float("nan"), device=device, dtype=dtype)
     arguments = (nan, torch.tensor([0], device=device), logits.new_empty(0), 2.0, 0.25)
-    assert torch.ops.visdet.sigmoid_focal_loss(*arguments).isnan().all()
-    assert torch.ops.visdet.sigmoid_focal_loss_backward(torch.ones_like(nan), *arguments).isnan().all()
+    assert kernels.sigmoid_focal_loss(*arguments).isnan().all()
+    assert kernels.sigmoid_focal_loss_backward(torch.ones_like(nan), *arguments).isnan().all()
 
 
 @pytest.mark.cuda
@@ -214,6 +216,6 @@ def test_more_logits_than_32_bits_count():
     target = torch.full((rows,), 1024, device="cuda")
     target[-1] = 1023
     logits[-1, 1023] = 3
-    loss = torch.ops.visdet.sigmoid_focal_loss(logits, target, torch.empty(0, device="cuda"), 2.0, 0.25)
+    loss = kernels.sigmoid_focal_loss(logits, target, torch.empty(0, device="cuda"), 2.0, 0.25)
     expected = sigmoid_focal_loss(logits[-1:].float().cpu(), torch.tensor([1023]), reduction="none")
     assert_close(loss[-1:].float().cpu(), expected, rtol=1e-2, atol=1e-3)

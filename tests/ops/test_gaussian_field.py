@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, generator_of, largest, rand, wide_of
 from visdet.ops import (
     gaussian_field,
     gaussian_field_reference,
@@ -31,7 +31,7 @@ OPS = {
 
 def make_case(B, N, dtype=torch.float64, device="cpu", seed=0, spread=1.0, size=0.6):
     """Return points, means, cholesky, weights."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -147,15 +147,17 @@ def _distance_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 def _field_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     inverse, v = _scales(problem)
-    weights = problem.arguments["weights"]
-    total = largest(weights) * max(1, len(weights))
+    weights, reach = problem.arguments["weights"], 1 + v
+    peak = largest(weights)
+    total = peak * max(1, len(weights))
     gradient = bounds.get("grad_total", 0.0)
-    bounds["output"] = total * (1 + v)
+    slope = gradient * inverse * reach
+    bounds["output"] = total * reach
     for name, bound in (
-        ("points", gradient * total * inverse * (1 + v)),
-        ("means", gradient * largest(weights) * inverse * (1 + v)),
-        ("cholesky", gradient * largest(weights) * inverse * (1 + v) * (1 + v)),
-        ("weights", gradient * (1 + v)),
+        ("points", total * slope),
+        ("means", peak * slope),
+        ("cholesky", peak * slope * reach),
+        ("weights", gradient * reach),
     ):
         if name in bounds:
             bounds[name] = bound
@@ -244,16 +246,17 @@ def test_tolerance_never_leaves_out_nan_points(device):
     assert output[7].isnan() and output.isnan().sum() == 1
 
 
+ROUND = torch.eye(3).repeat(7, 1, 1)
+
+
 def bad_factor(value):
-    factor = torch.eye(3).repeat(7, 1, 1)
+    factor = ROUND.clone()
     factor[4, 1, 1] = value
     return factor
 
 
-CASE = dict(
-    zip(("points", "means", "cholesky", "weights"), make_case(5, 7, dtype=torch.float32), strict=True)
-)
-CASE["cholesky"] = torch.eye(3).repeat(7, 1, 1)
+CASE = dict(zip(TENSORS, make_case(5, 7, dtype=torch.float32), strict=True))
+CASE["cholesky"] = ROUND
 DISTANCE_CASE = {name: CASE[name] for name in ("points", "means", "cholesky")}
 REFUSED = [
     *(
@@ -381,7 +384,7 @@ def test_every_path_gives_the_same(op, dtype, path, tolerance):
     B, N = 100_000, 40
     case = make_case(B, N, dtype=dtype, device="cuda")
     orders = [torch.arange(count, device="cuda").flip(0) for count in (B, N)]
-    grad_output = torch.randn(B, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    grad_output = torch.randn(B, generator=generator_of(1)).to(dtype).cuda()
     field, grads = gradients(gaussian_field_reference, exact(case), grad_output.double())
     is_backward = op == "gaussian_field_backward"
     given = [grad_output, *case] if is_backward else case
@@ -411,17 +414,18 @@ def test_a_gaussian_without_thickness_leaves_the_others_alone(axis, dtype, devic
 
 
 # Means, and the diagonals and the numbers below them of factors, with what they add to the field at points near 0.
+UNIT, ZEROS, NEAR, HUGE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (0.1, 0.2, 0.3), (3e38, -3e38, 3e38)
 EXTREME = {
-    "infinite mean": ((torch.inf, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), 0),
-    "infinite corner": ((torch.inf, -torch.inf, torch.inf), (1.0, 1.0, 1.0), (0.5, 0.5, 0.5), 0),
-    "far mean": ((3e38, -3e38, 3e38), (1.0, 1.0, 1.0), (0.0, 0.5, 0.0), 0),
-    "far mean, thin": ((3e38, -3e38, 3e38), (1e-18, 1e-18, 1e-18), (0.0, 0.0, 0.0), 0),
-    "wide": ((0.0, 0.0, 0.0), (3e38, 3e38, 3e38), (3e38, -3e38, 3e38), 1),
-    "wide at an infinite mean": ((0.0, torch.inf, 0.0), (3e38, 3e38, 3e38), (0.0, 0.0, 0.0), 0),
-    "skew": ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0), (3e38, 0.0, 0.0), 0),
-    "skew everywhere": ((0.1, 0.2, 0.3), (1e-10, 1e-10, 1e-10), (1e38, 3e38, -3e38), 0),
-    "thin and skew": ((0.1, 0.2, 0.3), (1.0, 1e-38, 1.0), (3e38, 0.0, 3e38), 0),
-    "infinite factor": ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0), (torch.inf, 0.0, -torch.inf), 0),
+    "infinite mean": ((torch.inf, 0.0, 0.0), UNIT, ZEROS, 0),
+    "infinite corner": ((torch.inf, -torch.inf, torch.inf), UNIT, (0.5, 0.5, 0.5), 0),
+    "far mean": (HUGE, UNIT, (0.0, 0.5, 0.0), 0),
+    "far mean, thin": (HUGE, (1e-18, 1e-18, 1e-18), ZEROS, 0),
+    "wide": (ZEROS, (3e38, 3e38, 3e38), HUGE, 1),
+    "wide at an infinite mean": ((0.0, torch.inf, 0.0), (3e38, 3e38, 3e38), ZEROS, 0),
+    "skew": (NEAR, UNIT, (3e38, 0.0, 0.0), 0),
+    "skew everywhere": (NEAR, (1e-10, 1e-10, 1e-10), (1e38, 3e38, -3e38), 0),
+    "thin and skew": (NEAR, (1.0, 1e-38, 1.0), (3e38, 0.0, 3e38), 0),
+    "infinite factor": (NEAR, UNIT, (torch.inf, 0.0, -torch.inf), 0),
 }
 
 

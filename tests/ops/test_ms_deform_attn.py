@@ -27,6 +27,7 @@ from tests.fuzz.problem import (
     Operator,
     Problem,
     Seeded,
+    generator_of,
     gradient_sum,
     largest,
     rand,
@@ -64,10 +65,11 @@ def make_case(B, Q, G, C, P, shapes, dtype=torch.float64, device="cpu", seed=0, 
     )
 
 
+PYRAMID = [(12, 15), (6, 8), (3, 4), (2, 2)]
 CASES = {
     "B2-Q13-G3-C20-P4-L2": (2, 13, 3, 20, 4, [(7, 5), (3, 4)]),
     "B1-Q5-G1-C30-P3-L1": (1, 5, 1, 30, 3, [(6, 9)]),
-    "B3-Q17-G8-C32-P4-L4": (3, 17, 8, 32, 4, [(12, 15), (6, 8), (3, 4), (2, 2)]),
+    "B3-Q17-G8-C32-P4-L4": (3, 17, 8, 32, 4, PYRAMID),
     "B2-Q9-G2-C71-P5-L3": (2, 9, 2, 71, 5, [(5, 4), (1, 7), (3, 1)]),
     "B1-Q33-G2-C64-P8-L3": (1, 33, 2, 64, 8, [(8, 8), (4, 5), (2, 3)]),
     "B1-Q3-G1-C1025-P1-L2": (1, 3, 1, 1025, 1, [(4, 4), (2, 2)]),
@@ -93,16 +95,14 @@ def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int)
     if kind < 0.5:
         locations = draw.uniform(-0.2, 1.2, B, Q, G, L, P, 2)
     elif kind < 0.65:  # around a place of the query's own, some pixels away
-        centers = torch.rand((1, Q, 1, 1, 1, 2), generator=draw.generator, dtype=torch.float64)
+        centers = draw.uniform(0, 1, 1, Q, 1, 1, 1, 2)
         centers = centers.sort(1).values if draw.chance(0.5) else centers
         moves = torch.randn((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64)
         locations = centers + moves * draw.pick(0.3, 3.0) / size
     elif kind < 0.75:  # all in one cell
         locations = draw.uniform(0, 1, 1, 1, 1, L, 1, 2) + draw.uniform(0, 1e-3, B, Q, G, L, P, 2) / size
     elif kind < 0.9:  # texel centres and borders
-        half_texels = torch.rand((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64) * (
-            2 * size + 6
-        )
+        half_texels = draw.uniform(0, 1, B, Q, G, L, P, 2) * (2 * size + 6)
         locations = (half_texels.floor() - 3) / (2 * size)
     else:
         locations = draw.numbers(B, Q, G, L, P, 2)
@@ -144,15 +144,16 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
     """Bound sums by the largest value, because errors of positions count in full near a corner of small weight."""
     shapes = problem.reference_arguments["level_shapes"]
     side = longest_side(shapes)
-    peak = largest(problem.arguments["value"])
-    bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
+    peak, weights = largest(problem.arguments["value"]), problem.arguments["weights"]
+    of_weights = largest(weights)
+    bounds["output"] = peak * row_sum(weights, 2)
     if "value" in bounds:
-        per_texel = largest(problem.arguments["weights"]) * bounds.get("grad_peak", 0.0)
+        per_texel = of_weights * bounds.get("grad_peak", 0.0)
         bounds["value"] = max(bounds["value"], per_texel)
     if "weights" in bounds:
         bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
     if "locations" in bounds:
-        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(problem.arguments["weights"])
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * of_weights
 
 
 def _of_sizes(B: int, Q: int) -> Problem:
@@ -211,7 +212,7 @@ def test_any_number_of_samples_leaves_the_neighbours_alone(P, dtype):
     value, shapes, starts, locations, weights = make_case(1, 5, 3, 4, P, [(7, 5)], dtype=dtype)
     alone = [locations[:, ::2], weights[:, ::2]]
     locations[:, 1::2], weights[:, 1::2] = math.nan, math.inf
-    grad_output = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    grad_output = torch.randn(1, 5, 12, generator=generator_of(1), dtype=dtype)
     output, grads = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), grad_output)
     expected, expected_grads = gradients(
         ms_deform_attn_reference, (value, shapes, starts, *alone), grad_output[:, ::2]
@@ -250,9 +251,8 @@ def test_no_levels_on_the_device_but_rows():
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=["in-order", "levels-in-another-order"])
 @pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
 def test_level_tables_of_both_devices_mix_without_a_synchronisation(is_encoder, order):
-    sizes = [(12, 15), (6, 8), (3, 4), (2, 2)]
-    Q = sum(height * width for height, width in sizes) if is_encoder else 17
-    value, shapes, _, locations, weights = make_case(2, Q, 8, 32, 4, sizes, dtype=torch.float32)
+    Q = sum(height * width for height, width in PYRAMID) if is_encoder else 17
+    value, shapes, _, locations, weights = make_case(2, Q, 8, 32, 4, PYRAMID, dtype=torch.float32)
     starts = torch.zeros(4, dtype=torch.int64)
     row = 0
     for level in order:
@@ -400,12 +400,10 @@ def test_an_encoders_queries_with_other_levels(device):
         *MANY_ROWS["_pyramid"], dtype=torch.float32, device=device
     )
     expected = ms_deform_attn(value, shapes, starts, locations, weights)
-    assert torch.equal(
-        ms_deform_attn(value, shapes.to(device), starts.to(device), locations, weights), expected
-    )
-    shared = torch.tensor([0, 3, 200])
+    there, shared = shapes.to(device), torch.tensor([0, 3, 200])
+    assert torch.equal(ms_deform_attn(value, there, starts.to(device), locations, weights), expected)
     reference = ms_deform_attn_reference(*exact((value, shapes, shared, locations, weights)))
-    for level_shapes, level_starts in ((shapes, shared), (shapes.to(device), shared.to(device))):
+    for level_shapes, level_starts in ((shapes, shared), (there, shared.to(device))):
         output = ms_deform_attn(value, level_shapes, level_starts, locations, weights)
         assert relative_error(output, reference) < TOLERANCE[torch.float32]
 
@@ -468,19 +466,13 @@ def test_gradients_of_an_encoders_queries_with_other_levels(device):
     value, shapes, starts, locations, weights = make_case(
         *ENCODERS["_pyramid"], dtype=torch.float32, device=device
     )
-    shared = torch.tensor([0, 3, 200])
-    for tables in (
-        (shapes.to(device), starts.to(device)),
-        (shapes, shared),
-        (shapes.to(device), shared.to(device)),
-    ):
+    there, shared = shapes.to(device), torch.tensor([0, 3, 200])
+    for tables in ((there, starts.to(device)), (shapes, shared), (there, shared.to(device))):
         assert_matches_reference((value, *tables, locations, weights), 1e-5, 2e-5)
     # A level that does not lie within S: its own samples' gradients say so, those of the other levels are right.
     outside = torch.tensor([0, 264, 262])
     grad_output = torch.ones(3, 265, 256, device=device)
-    _, grads = gradients(
-        ms_deform_attn, (value, shapes.to(device), outside.to(device), locations, weights), grad_output
-    )
+    _, grads = gradients(ms_deform_attn, (value, there, outside.to(device), locations, weights), grad_output)
     for grad in grads[1:]:
         assert grad[:, :, :, 1].isnan().all() and grad[:, :, :, ::2].isfinite().all()
     assert grads[0].isfinite().all()

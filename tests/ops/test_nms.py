@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, Seeded, wide_of
+from tests.fuzz.problem import Draw, Operator, Problem, Seeded, generator_of, wide_of
 from tests.fuzz.suppression import LABELS, greedily_kept, random_scores, same_kept, with_scores
 from visdet.ops import (
     batched_nms,
@@ -47,12 +47,11 @@ def of_random_problem(seed, N, columns=4, dtype=None):
     corner, sides = rand(N, 2) * draw.choice([4, 20, 100]), rand(N, 2) * draw.choice([3, 20]) - 0.1
     if draw.random() < 0.5:
         corner, sides = corner.round(), sides.round()
-    if columns == 4:
-        boxes = torch.cat([corner, corner + sides], 1)
-    elif columns == 5:
+    boxes = torch.cat([corner, corner + sides], 1)
+    if columns == 5:
         boxes = torch.cat([corner, sides, (rand(N, 1) * 8).round() * draw.choice([math.pi / 4, 0.1])], 1)
-    else:
-        x1, y1, x2, y2 = torch.cat([corner, corner + sides], 1).unbind(1)
+    elif columns == 8:
+        x1, y1, x2, y2 = boxes.unbind(1)
         boxes = torch.stack([x1, y1, x2, y1, x2, y2, x1, y2], 1) + rand(N, 8).round() * draw.choice([0, 1])
     scores = rand(N) if draw.random() < 0.5 else (rand(N) * 4).round()
     if draw.random() < 0.3:
@@ -177,16 +176,20 @@ def _draw_batched(draw: Draw) -> Problem:
     return problem
 
 
+def best_first(kept: list[Tensor], scores: Tensor) -> Tensor:
+    """Return indices of boxes by falling scores, and those of equal scores in their order."""
+    keep = torch.cat(kept).sort().values
+    return keep[scores[keep].sort(descending=True, stable=True).indices]
+
+
 def _batched(boxes: Tensor, scores: Tensor, idxs: Tensor, nms_cfg: dict) -> tuple[Tensor, Tensor]:
     if nms_cfg["type"] != "nms":
         return boxes[:0], idxs[:0]
-    kept = []
+    kept = [idxs[:0]]
     for label in idxs.unique().tolist():
         members = (idxs == label).nonzero().squeeze(1)
         kept.append(members[_nms(boxes[members], scores[members], nms_cfg["iou_threshold"], 0)[1]])
-    keep = torch.cat(kept).sort().values if kept else idxs[:0]
-    keep = keep[scores[keep].sort(descending=True, stable=True).indices][: nms_cfg.get("max_num")]
-    return with_scores(boxes, scores, keep)
+    return with_scores(boxes, scores, best_first(kept, scores)[: nms_cfg.get("max_num")])
 
 
 def _draw_soft(draw: Draw) -> Problem:
@@ -273,7 +276,7 @@ SCORES = torch.tensor([0.9, 0.8, 0.7, 0.6])
 
 
 def random_boxes(count, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     corner = torch.rand(count, 2, generator=generator) * 80
     boxes = torch.cat([corner, corner + torch.rand(count, 2, generator=generator) * 40 + 1], 1)
     return boxes.to(dtype), torch.rand(count, generator=generator).to(dtype)
@@ -424,15 +427,15 @@ REFUSED = [
 
 
 def test_overlaps_by_hand():
-    assert_close(bbox_overlaps(BOXES[:1], BOXES), torch.tensor([[1, 1 / 3, 0.9, 0]]))
-    assert_close(bbox_overlaps(BOXES, BOXES[:1], "iof")[:, 0], torch.tensor([1, 0.5, 1, 0]))
+    first, none, of_first = BOXES[:1], torch.zeros(0, 4), torch.tensor([[1, 1 / 3, 0.9, 0]])
+    assert_close(bbox_overlaps(first, BOXES), of_first)
+    assert_close(bbox_overlaps(BOXES, first, "iof")[:, 0], torch.tensor([1, 0.5, 1, 0]))
     assert_close(bbox_overlaps(BOXES[:2], BOXES[1:3], aligned=True), torch.tensor([1 / 3, 45 / 145]))
-    whole = bbox_overlaps(BOXES[:1].long(), BOXES.long())
-    assert_close(whole, torch.tensor([[1, 1 / 3, 0.9, 0]]))
+    assert_close(bbox_overlaps(first.long(), BOXES.long()), of_first)
     one = torch.tensor([[0.0, 0, 1, 1]])
     assert bbox_overlaps(one, one + torch.tensor([1.0, 0, 1, 0]), offset=1).item() == pytest.approx(2 / 6)
-    assert bbox_overlaps(torch.zeros(0, 4), BOXES).shape == (0, 4)
-    assert bbox_overlaps(torch.zeros(0, 4), torch.zeros(0, 4), aligned=True).shape == (0,)
+    assert bbox_overlaps(none, BOXES).shape == (0, 4)
+    assert bbox_overlaps(none, none, aligned=True).shape == (0,)
 
 
 @pytest.mark.parametrize("M, N, aligned", [(0, 2, False), (2, 0, False), (0, 0, False), (0, 0, True)])
@@ -454,8 +457,7 @@ def kept_by_torchvision(boxes, scores, classes, is_candidate, threshold):
         is_member = (classes == label) & (True if is_candidate is None else is_candidate)
         members = is_member.nonzero().squeeze(1)
         kept.append(members[torchvision.ops.nms(boxes[members], scores[members], threshold)])
-    keep = torch.cat(kept).sort().values
-    return keep[scores[keep].sort(descending=True, stable=True).indices]
+    return best_first(kept, scores)
 
 
 def test_random_problems_have_torchvisions_result(backend):
@@ -481,7 +483,7 @@ def test_the_gpu_keeps_what_the_cpu_keeps(columns, N):
 def test_many_disjoint_boxes_are_kept(device):
     N = 60_000 if device == "cpu" else 400_000
     place = torch.stack([torch.arange(N) % 500, torch.arange(N) // 500], 1).float() * 10
-    boxes = torch.cat([place, place + 9], 1)[torch.randperm(N, generator=torch.Generator().manual_seed(0))]
+    boxes = torch.cat([place, place + 9], 1)[torch.randperm(N, generator=generator_of(0))]
     scores = torch.arange(N, 0, -1).double()
     boxes[-1] = boxes[-3]  # only this one is suppressed
     keep = kept_indices(boxes.to(device, torch.float64), scores.to(device), 0.5)
@@ -491,7 +493,7 @@ def test_many_disjoint_boxes_are_kept(device):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_boxes_of_many_strips_have_torchvisions_result(axis):
     """From 512 boxes on the CPU divides a class into strips: wide boxes, points, and bad numbers among them."""
-    generator = torch.Generator().manual_seed(axis)
+    generator = generator_of(axis)
     for dtype in (torch.float32, torch.float64):
         corner = torch.rand(3000, 2, generator=generator).to(dtype) * torch.tensor([1e4, 300.0]).roll(axis)
         sides = torch.rand(3000, 2, generator=generator).to(dtype) * 40

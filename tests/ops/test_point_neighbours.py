@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, nothing, rand, wide_of
+from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, generator_of, nothing, rand, wide_of
 from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.ops import (
     ball_query,
@@ -226,7 +226,7 @@ TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):
     """Return points on a coarse grid, so that there are equal distances and equal points."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     return (torch.randint(0, 7, shape, generator=generator) / 4).to(device, dtype)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.fuzz.problem import generator_of
 from visdet.ops import _library
 from visdet.ops.mmcv.point_sets import nearest_points_reference, points_in_polygons_reference
 from visdet.ops.mmcv.points_in_boxes import points_in_boxes_all_reference, points_in_boxes_part_reference
@@ -46,7 +47,7 @@ def test_kernels_are_the_definitions_to_the_bit(name, dtype, device):
     if not _library.is_loaded(device):
         pytest.skip("the library is not built")
     for kind in range(30):
-        generator = torch.Generator().manual_seed(kind)
+        generator = generator_of(kind)
         given = [numbers(generator, kind, dtype, device, *shape) for shape in SHAPES[name]]
         if name == "dynamic_voxelize":
             given[1], given[2] = given[1].abs() / 4 + 0.1, given[2].sort().values

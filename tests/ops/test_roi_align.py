@@ -7,7 +7,7 @@ import torch
 from calls import assert_matches, gradients, in_a_process, in_order, refusals
 from torch.testing import assert_close
 
-from tests.fuzz.problem import wide_of
+from tests.fuzz.problem import generator_of, wide_of
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_align_rotated import roi_align_rotated_reference
@@ -37,7 +37,7 @@ CASES_OF_CUDA = {
 
 def make(name, dtype, turned=False, device="cpu"):
     (B, C, H, W), N, settings = CASES_OF_CUDA[name]
-    generator = torch.Generator().manual_seed(len(name))
+    generator = generator_of(len(name))
     x = torch.randn(B, C, H, W, generator=generator).to(dtype)
     corner = torch.rand(N, 2, generator=generator) * torch.tensor([W + 2, H + 2]) - 2
     extent = torch.rand(N, 2, generator=generator) * torch.tensor([W, H])
@@ -117,7 +117,7 @@ def test_gradients_in_order(turned, name, dtype):
 def test_gradients_in_order_of_any_size(scale, device):
     case = make("B2-C3-H9-W11-N7-adaptive", torch.float64, False, device)
     output = roi_align_reference(*case[:-1], aligned=case[-1])
-    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    gradient = torch.randn(output.shape, generator=generator_of(1)).to(output)
     _, expected = gradients(upright(roi_align_reference), case, gradient, of=[0])
     _, (found,) = gradients(upright(roi_align), case, gradient * scale, of=[0])
     assert_close(found / scale, expected[0], rtol=1e-10, atol=1e-10)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Operator, Problem, rand
+from tests.fuzz.problem import Operator, Problem, generator_of, rand
 from tests.fuzz.regions import ALIGNED, draw_regions, region_bounds
 from visdet.ops import (
     DeformRoIPoolPack,
@@ -106,7 +106,7 @@ ROIS = torch.tensor(
 
 
 def maps(dtype=torch.float32, B=2, C=3, H=7, W=9):
-    return torch.randn(B, C, H, W, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(B, C, H, W, generator=generator_of(0)).to(dtype)
 
 
 def test_sizes_of_numpy():

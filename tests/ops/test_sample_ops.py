@@ -20,6 +20,7 @@ from tests.fuzz.problem import (
     Operator,
     Problem,
     Seeded,
+    generator_of,
     gradient_sum,
     largest,
     rand,
@@ -325,7 +326,7 @@ def test_all_samples_in_one_cell(Q, D):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("C", [3, 20, 31])
 def test_an_infinite_channel_of_queries_leaves_depths_alone(C, dtype, device):
-    images = torch.randn(1, C, 4, 5, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    images = torch.randn(1, C, 4, 5, generator=generator_of(0)).to(device, dtype)
     images[:, 0] = torch.inf
     samples = torch.full((1, 2, 3, 2), 0.3, dtype=wide_of(dtype), device=device)
     queries = torch.ones(1, 2, 2, C - 2, dtype=wide_of(dtype), device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from tests.fuzz.problem import Draw, Operator, Problem, linear_problem
+from tests.fuzz.problem import Draw, Operator, Problem, generator_of, linear_problem
 from visdet.ops import get_indice_pairs, indice_conv, indice_maxpool
 from visdet.ops.mmcv.sparse_conv import indice_conv_gradients, indice_maxpool_gradient
 
@@ -47,6 +47,11 @@ def _out_shape(shape: list[int], ksize: list[int], stride: list[int], padding: l
     ]
 
 
+def _put(grid: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Return a dense map with values [N, C] at places [N, 1 + D]."""
+    return grid.index_put(tuple(places.long().T), values)
+
+
 def _sparse(
     features: Tensor,
     filters: Tensor,
@@ -65,12 +70,12 @@ def _sparse(
     )
     values = indice_conv(features, filters, pairs, counts, len(places))
     grid = values.new_zeros(batch_size, *(shape if subm else out), filters.shape[-1])
-    return grid.index_put(tuple(places.long().T), values)
+    return _put(grid, places, values)
 
 
 def dense(indices: Tensor, features: Tensor, shape: Sequence[int], batch_size: int = 2) -> Tensor:
     grid = features.new_zeros(batch_size, *shape, features.shape[1])
-    return grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    return _put(grid, indices, features).movedim(-1, 1)
 
 
 def _dense(
@@ -86,8 +91,7 @@ def _dense(
     if not settings["subm"]:
         return found.movedim(1, -1)
     is_place = grid.new_zeros(batch_size, *shape, 1)
-    is_place = is_place.index_put(tuple(indices.long().T), is_place.new_ones(1))
-    return found.movedim(1, -1) * is_place
+    return found.movedim(1, -1) * _put(is_place, indices, is_place.new_ones(1))
 
 
 class _MaxPool(torch.autograd.Function):
@@ -120,7 +124,7 @@ def _maxima(
     places, *pairs = get_indice_pairs(indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm)
     values = _MaxPool.apply(features, *pairs, len(places))
     grid = values.new_zeros(batch_size, *out, features.shape[1])
-    return grid.index_put(tuple(places.long().T), values)
+    return _put(grid, places, values)
 
 
 def _dense_maxima(
@@ -142,7 +146,7 @@ def _dense_maxima(
     if not settings["subm"]:
         return pooled
     is_place = grid.new_zeros(batch_size, *shape, 1, dtype=torch.bool)
-    return torch.where(is_place.index_put(tuple(indices.long().T), is_place.new_ones(1)), pooled, 0)
+    return torch.where(_put(is_place, indices, is_place.new_ones(1)), pooled, 0)
 
 
 OPERATORS = (
@@ -171,7 +175,7 @@ DENSE = {2: functional.conv2d, 3: functional.conv3d}
 def places(shape):
     """Return 25 different places [25, 1 + D] of two images in any order."""
     every = torch.cartesian_prod(*map(torch.arange, (2, *shape)))
-    return every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:25]].int()
+    return every[torch.randperm(len(every), generator=generator_of(0))[:25]].int()
 
 
 # Shape, kernel, stride, padding, dilation, and whether the convolution is transposed.

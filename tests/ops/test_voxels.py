@@ -356,9 +356,10 @@ def test_a_grid_of_more_than_2_to_the_31_voxels(device):
     points = torch.tensor([[1.0, 1, 1], [9999, 9999, 999], [1, 1, 1.0]], device=device)
     voxels, places, counts = hard_voxelize(points, (1, 1, 1), (0, 0, 0, 10000, 10000, 1000))
     assert places.tolist() == [[1, 1, 1], [999, 9999, 9999]] and counts.tolist() == [2, 1]
-    coordinates = torch.tensor([[2**31 - 1] * 4, [0] * 4, [2**31 - 1] * 4], dtype=torch.int32, device=device)
+    first, last = [0] * 4, [2**31 - 1] * 4
+    coordinates = torch.tensor([last, first, last], dtype=torch.int32, device=device)
     features, voxels = dynamic_scatter(points, coordinates, "sum")
-    assert voxels.tolist() == [[0] * 4, [2**31 - 1] * 4]
+    assert voxels.tolist() == [first, last]
     assert features.tolist() == [[9999, 9999, 999], [2, 2, 2]]
 
 
