@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from .._library import declares, explain_failures, is_loaded
 from ..tracing import is_traced
 
-__all__ = ["has_kernel", "is_built", "packed"]
+__all__ = ["has_kernel", "is_aligned", "is_built", "packed"]
 
 _TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -44,4 +44,9 @@ def packed(tensor: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy at an address from which the kernels can load 16 bytes."""
     if not tensor.is_contiguous():
         return tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0

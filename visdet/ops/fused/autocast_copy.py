@@ -54,7 +54,8 @@ def sum_in_autocast_type(tensor: Tensor, added: Tensor) -> Tensor:
     ):
         return tensor + added
     rows = _rows_of(added)
-    return noted.total if rows is None else _SumWithRows.apply(noted.total, *rows)
+    total = noted.total
+    return total if rows is None else _SumWithRows.apply(total, *rows)
 
 
 def give_rows(tensor: Tensor, table: Tensor, index: Tensor) -> None:

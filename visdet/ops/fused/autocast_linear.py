@@ -25,7 +25,8 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None) ->
     """
     if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or is_traced() or bias is None:
         return False
-    if not 0 < _MIN_ROWS * input.shape[-1] <= input.numel():
+    channels = input.shape[-1]
+    if not 0 < _MIN_ROWS * channels <= input.numel():
         return False
     if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
         return False
@@ -34,7 +35,7 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None) ->
         return False
     if not all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias)):
         return False
-    return weight.dim() == 2 and weight.shape[1] == input.shape[-1] and bias.shape == weight.shape[:1]
+    return weight.dim() == 2 and weight.shape[1] == channels and bias.shape == weight.shape[:1]
 
 
 def _is_trained_in_float32(parameter: Tensor, device: torch.device) -> bool:
@@ -86,7 +87,8 @@ class _AutocastLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.parameters = weight, bias
         ctx.input_dtype = input.dtype
-        rows, weight = input.to(dtype), weight.to(dtype)
+        rows = input.to(dtype)
+        weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(rows.device.type, enabled=False):
             output = _linear(rows, weight, bias, relu_dropout is not None)
@@ -104,30 +106,34 @@ class _AutocastLinear(torch.autograd.Function):
         rows, weight, activated = ctx.saved_tensors
         if activated is not None:
             grad_output = torch.ops.aten.threshold_backward(grad_output, activated, 0)
-        grad, matrix = _as_matrix(grad_output), _as_matrix(rows)
+        grad = _as_matrix(grad_output)
+        matrix = _as_matrix(rows)
+        device_type = grad.device.type
+        factor = ctx.factor
         parameters = [parameter for parameter in ctx.parameters if parameter is not None]
 
         def of_parameters() -> list[Tensor]:
-            with torch.autocast(grad.device.type, enabled=False):
+            with torch.autocast(device_type, enabled=False):
                 of_weight = _product(grad.T, matrix, torch.float32)
                 of_both = [of_weight, column_sums(grad)][: len(parameters)]
-                return of_both if ctx.factor == 1 else [part * ctx.factor for part in of_both]
+                return of_both if factor == 1 else [part * factor for part in of_both]
 
         # Many rows would be held until the backward pass ends.
         is_small = len(matrix) < _MIN_ROWS
         found = parameter_gradients(parameters, of_parameters) if is_small else of_parameters()
         of_input = None
         if ctx.needs_input_grad[0]:
-            with torch.autocast(grad.device.type, enabled=False):
-                of_input = _product(grad, weight, ctx.input_dtype, ctx.factor).view(rows.shape)
+            with torch.autocast(device_type, enabled=False):
+                of_input = _product(grad, weight, ctx.input_dtype, factor).view(rows.shape)
         return of_input, found[0], found[1] if len(found) > 1 else None, None, None
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
     """Return the linear layer [..., D], or with a ReLU its output of all rows [N, D]."""
-    if relu and rows.is_cuda and bias is not None:
+    is_cuda = rows.is_cuda
+    if relu and is_cuda and bias is not None:
         return torch._addmm_activation(bias, _as_matrix(rows), weight.T)
-    if rows.is_cuda or rows.dtype == torch.float32:
+    if is_cuda or rows.dtype == torch.float32:
         output = F.linear(rows, weight, bias)
     else:  # Products of bfloat16 on CPUs with AMX read beyond a row in torch 2.14.
         exact = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
@@ -159,14 +165,17 @@ def _ones(matrix: Tensor) -> Tensor:
     Graphs read it where it was when they were captured. So it is neither made in a capture nor ever given back.
     """
     length = len(matrix)
+    new_ones = matrix.new_ones
     if type(matrix) is not Tensor or not matrix.is_cuda:
-        return matrix.new_ones(1, length)
-    key = matrix.device, matrix.dtype, 1 << length.bit_length()
+        return new_ones(1, length)
+    device = matrix.device
+    most = 1 << length.bit_length()
+    key = device, matrix.dtype, most
     if key not in _kept_ones:
         if torch.cuda.is_current_stream_capturing():
-            return matrix.new_ones(1, length)
-        _kept_ones[key] = matrix.new_ones(1, key[-1])
-        torch.cuda.current_stream(matrix.device).synchronize()  # Other streams may read it next.
+            return new_ones(1, length)
+        _kept_ones[key] = new_ones(1, most)
+        torch.cuda.current_stream(device).synchronize()  # Other streams may read it next.
     return _kept_ones[key][:, :length]
 
 
@@ -177,7 +186,8 @@ def _product(one: Tensor, other: Tensor, dtype: torch.dtype, factor: float = 1.0
     """
     options: dict[str, Any] = {}
     if not one.is_cuda:
-        one, other = one.float(), other.float()
+        one = one.float()
+        other = other.float()
     elif one.dtype != dtype:
         options["out_dtype"] = dtype
     if factor == 1:

@@ -11,7 +11,7 @@ from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
 from ..tracing import is_traced
-from ._gpu_rows import has_kernel, packed
+from ._gpu_rows import has_kernel, is_aligned, packed
 
 __all__ = ["batch_norm_add_relu"]
 
@@ -73,7 +73,8 @@ def batch_norm_add_relu(
         has_several = is_traced() or input.numel() != input.shape[1]
         check_that(has_several, op, "input", "have more than 1 value per channel", input)
         if residual is not None:
-            given, dtype = residual.dtype, input.dtype
+            given = residual.dtype
+            dtype = input.dtype
             check_that(given == dtype, op, "residual", "have the type of input {}", given, dtype)
         if (running_mean is None) != (running_var is None):
             raise ValueError(f"{op}: running_mean and running_var must be given together")
@@ -97,7 +98,7 @@ def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) ->
         and (residual is None or residual.dtype == input.dtype)
         and (channels[2] is None) == (channels[3] is None)
         and all(
-            vector.dtype == torch.float32 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
+            vector.dtype == torch.float32 and vector.is_contiguous() and is_aligned(vector)
             for vector in channels
             if vector is not None
         )
@@ -142,21 +143,21 @@ def _batch_norm_of_torch_on_cuda(
     eps: float,
 ) -> Tensor:
     """Return torch's batch normalisation, whose kernels fail if a tensor does not begin at a multiple of 16 bytes."""
-    input = input if input.data_ptr() % 16 == 0 else input.clone()
+    input = input if is_aligned(input) else input.clone()
     mean, var = (None if x is None else packed(x) for x in (running_mean, running_var))
     output = F.batch_norm(input, mean, var, packed(weight), packed(bias), True, momentum, eps)
     for original, updated in ((running_mean, mean), (running_var, var)):
         if original is not None and updated is not None and updated is not original:
             original.copy_(updated)
     if output.requires_grad:
-        output.register_hook(lambda grad: grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone())
+        output.register_hook(lambda grad: grad if grad is None or is_aligned(grad) else grad.clone())
     return output
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _rows(images: Tensor) -> Tensor:
@@ -184,6 +185,7 @@ class _BatchNormAddReLU(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         rows = _rows(input)
+        has_residual = residual is not None
         output_rows, statistics = torch.ops.visdet.batch_norm_add_relu.default(
             rows,
             None if residual is None else _rows(residual),
@@ -198,13 +200,14 @@ class _BatchNormAddReLU(torch.autograd.Function):
         )
         # A view that an autograd.Function returns may not be changed in place, as a ReLU behind it does.
         images = _images(output_rows)
-        own = torch.empty(0, dtype=images.dtype, device=images.device)
-        output = own.set_(images.untyped_storage(), images.storage_offset(), images.shape, images.stride())
+        output = images.new_empty(0).set_(
+            images.untyped_storage(), images.storage_offset(), images.shape, images.stride()
+        )
         # Without a residual, the sign of the output follows from the input.
-        mask = output if relu and residual is not None else None
+        mask = output if relu and has_residual else None
         ctx.save_for_backward(rows, mask, weight, bias, statistics)
         ctx.relu = relu
-        ctx.has_residual = residual is not None
+        ctx.has_residual = has_residual
         return output
 
     @staticmethod

@@ -69,9 +69,9 @@ def dropout_add_layer_norm(
     The kernels serve float32 weights and C that is a multiple of 8 and at most 512, on CUDA. Elsewhere, and under
     ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
     """
+    channels = input.shape[-1]
     if not _serves_norm(input, residual, weight, bias):
-        has_channel = input.shape[-1] > 0
-        check_that(has_channel, "dropout_add_layer_norm", "input", "have at least 1 channel", input)
+        check_that(channels > 0, "dropout_add_layer_norm", "input", "have at least 1 channel", input)
         activated = F.relu(input) if relu else input
         dropped = F.dropout(activated, p) if p > 0 else activated
         return F.layer_norm(
@@ -82,7 +82,7 @@ def dropout_add_layer_norm(
     copies = (
         torch.is_autocast_enabled("cuda")
         and input.dtype == torch.get_autocast_dtype("cuda") != torch.float32
-        and input.numel() >= _MIN_ROWS_TO_COPY * input.shape[-1]
+        and input.numel() >= _MIN_ROWS_TO_COPY * channels
     )
     added = next_pos if copies and can_be_added(input, next_pos) else None
     output, copy, total = _DropoutAddLayerNorm.apply(
@@ -119,7 +119,9 @@ def _normalise(
     added: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Return the output, its copy and its sum in the type of the input if asked for, and what the backward needs."""
-    input, weight, bias = packed(input), packed(weight), packed(bias)
+    input = packed(input)
+    weight = packed(weight)
+    bias = packed(bias)
     residual = None if residual is None else packed(residual)
     seed = torch.empty((), dtype=torch.int64, device=input.device).random_() if p > 0 else None
     output, copy, total, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
