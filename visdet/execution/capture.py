@@ -75,7 +75,8 @@ def in_parallel(first: Callable[..., A], second: Callable[..., B], reads: Sequen
     if capture is None:
         seen = seen_by_second()  # Sums in another order would be rounded in another way.
         return first(*reads), second(*seen)
-    main, side = torch.cuda.current_stream(), capture.side
+    main = torch.cuda.current_stream()
+    side = capture.side
     side.wait_stream(main)
     with torch.cuda.stream(side):
         seen = seen_by_second()

@@ -36,9 +36,10 @@ class HostCopy:
             value = numbers[name]
             self._numbers[name] = float(value.item() if isinstance(value, Tensor) else value)
         self._arrival = None
-        if late:
-            self._values = stack_numbers(late.values()).to("cpu", non_blocking=True)
-            self._arrival = _arrival_on(next(iter(late.values())).device)
+        values = list(late.values())
+        if values:
+            self._values = stack_numbers(values).to("cpu", non_blocking=True)
+            self._arrival = _arrival_on(values[0].device)
 
     @property
     def is_there(self) -> bool:

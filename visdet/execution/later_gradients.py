@@ -1,7 +1,7 @@
 """Gradients of parameters computed beside a backward pass, which does not wait for them."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,9 +48,8 @@ class LaterGradients(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled():
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        is_linear = func is F.linear and torch.is_grad_enabled()
+        return (self._linear if is_linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         is_cast = torch.is_autocast_enabled("cuda")
@@ -63,10 +62,11 @@ class LaterGradients(TorchFunctionMode):
 
     def _rows_of(self, parameter: Tensor) -> tuple[Tensor, range] | None:
         """Return the leaf that a parameter is or that it is some rows of, and those rows."""
-        leaf = self._leaves.get(id(parameter))
+        leaf_of = self._leaves.get
+        leaf = leaf_of(id(parameter))
         if leaf is not None:
             return leaf, range(len(leaf) if leaf.dim() else 1)
-        leaf = self._leaves.get(id(parameter._base))
+        leaf = leaf_of(id(parameter._base))
         if leaf is None or not leaf.is_contiguous() or not parameter.is_contiguous():
             return None
         if parameter.shape[1:] != leaf.shape[1:]:
@@ -77,46 +77,46 @@ class LaterGradients(TorchFunctionMode):
     def _take(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> bool:
         if not all(self._rows_of(parameter) for parameter in parameters):
             return False
-        self._waiting.append((parameters, compute))
-        if self._streams:
+        waiting = self._waiting
+        streams = self._streams
+        waiting.append((parameters, compute))
+        if streams:
             self._origins.add(torch.cuda.current_stream())
-            if len(self._waiting) == _TOGETHER:
-                self._begin_on(self._streams[0])
-                self._streams.rotate()
+            if len(waiting) == _TOGETHER:
+                self._begin_on(streams[0])
+                streams.rotate()
         return True
 
     def _begin_on(self, stream: torch.cuda.Stream) -> None:
-        for origin in self._origins:
+        origins = self._origins
+        for origin in origins:
             stream.wait_stream(origin)
         with torch.cuda.stream(stream):
             self._compute()
         self._busy.add(stream)
-        self._origins.clear()
+        origins.clear()
 
     @torch.no_grad()
     def _compute(self) -> None:
-        for parameters, compute in self._waiting:
+        waiting = self._waiting
+        for parameters, compute in waiting:
             for parameter, gradient in zip(parameters, compute(), strict=True):
                 if (place := self._rows_of(parameter)) is not None:
                     self._found.append((*place, gradient))
-        self._begun += self._waiting
+        self._begun += waiting
         self._waiting = []
 
     def join(self) -> None:
         """Compute what is left, and let the current stream wait for all."""
-        for origin in self._origins:
-            torch.cuda.current_stream().wait_stream(origin)
-        self._origins.clear()
+        _wait_for(self._origins)
         self._compute()
-        for stream in self._busy:
-            torch.cuda.current_stream().wait_stream(stream)
-        self._busy.clear()
+        _wait_for(self._busy)
 
     def has_found(self, leaf: Tensor) -> bool:
         """Return whether a leaf, or rows of it, got a gradient."""
         return any(found is leaf for found, _, _ in self._found)
 
-    def rounds(self, views: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    def rounds(self, views: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Return pairs of a place and a gradient to be added there. The places of a round do not overlap.
 
         Args:
@@ -126,17 +126,27 @@ class LaterGradients(TorchFunctionMode):
         rounds: list[list[tuple[Tensor, Tensor]]] = []
         taken: list[dict[int, list[range]]] = []  # the rows of each leaf in each round
         for leaf, rows, gradient in self._found:
+            key = id(leaf)
             turn = 0
-            while turn < len(taken) and _overlaps(rows, taken[turn].get(id(leaf), ())):
+            while turn < len(taken) and _overlaps(rows, taken[turn].get(key, ())):
                 turn += 1
             if turn == len(taken):
                 taken.append({})
                 rounds.append([])
-            taken[turn].setdefault(id(leaf), []).append(rows)
-            view = view_of[id(leaf)]
+            taken[turn].setdefault(key, []).append(rows)
+            view = view_of[key]
             rounds[turn].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
         return rounds
 
 
+def _wait_for(streams: set[torch.cuda.Stream]) -> None:
+    """Let the current stream wait for others, which are then forgotten."""
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    streams.clear()
+
+
 def _overlaps(rows: range, others: Sequence[range]) -> bool:
-    return any(rows.start < other.stop and other.start < rows.stop for other in others)
+    start = rows.start
+    stop = rows.stop
+    return any(start < other.stop and other.start < stop for other in others)

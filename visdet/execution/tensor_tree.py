@@ -12,7 +12,7 @@ ON_HOST = {"on_host": True}
 
 def is_on_host(member: Field[Any]) -> bool:
     """Return whether a field has the metadata ``ON_HOST``."""
-    return bool(member.metadata.get("on_host", False))
+    return "on_host" in member.metadata
 
 
 class NotOnDevice:
@@ -42,15 +42,17 @@ def map_tensors(
     if isinstance(tree, dict):
         return {name: map_tensors(function, value, on_host) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
+        kind = type(tree)
         values = [map_tensors(function, value, on_host) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        return kind(*values) if hasattr(tree, "_fields") else kind(values)
     if is_dataclass(tree) and not isinstance(tree, type):
         changed = {}
         for member in fields(tree):
+            name = member.name
             if not is_on_host(member):
-                changed[member.name] = map_tensors(function, getattr(tree, member.name), on_host)
+                changed[name] = map_tensors(function, getattr(tree, name), on_host)
             elif on_host is not None:
-                changed[member.name] = on_host()
+                changed[name] = on_host()
         return replace(tree, **changed)
     return tree
 

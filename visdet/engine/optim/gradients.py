@@ -37,13 +37,15 @@ class GradientBlock:
 
     def attach(self) -> None:
         """Make the views the gradients of the parameters. A gradient that lies elsewhere keeps its values."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        if all(gradient is view for gradient, view in zip(gradients, self.views, strict=True)):
+        parameters = self.parameters
+        gradients = [parameter.grad for parameter in parameters]
+        pairs = list(zip(gradients, self.views, strict=True))
+        if all(gradient is view for gradient, view in pairs):
             return
-        empty = [view for gradient, view in zip(gradients, self.views, strict=True) if gradient is None]
+        empty = [view for gradient, view in pairs if gradient is None]
         if empty:
             torch._foreach_zero_(empty)
-        for parameter, gradient, view in zip(self.parameters, gradients, self.views, strict=True):
+        for parameter, (gradient, view) in zip(parameters, pairs, strict=True):
             if gradient is not None and gradient is not view:
                 view.copy_(gradient)
             parameter.grad = view
@@ -71,16 +73,18 @@ class Gradients:
     def block_of(self, parameters: Sequence[Tensor]) -> GradientBlock:
         """Return the block of these parameters, which is made once."""
         key = frozenset(map(id, parameters))
-        if key not in self._blocks:
-            self._blocks[key] = GradientBlock(sorted(parameters, key=self._place))
-        return self._blocks[key]
+        blocks = self._blocks
+        if key not in blocks:
+            blocks[key] = GradientBlock(sorted(parameters, key=self._place))
+        return blocks[key]
 
     def _place(self, parameter: Tensor) -> int:
         return self._position.get(id(parameter), len(self._position))
 
     def attach(self, block: GradientBlock) -> None:
         """Let the gradients of a block's parameters lie in it, and forget those of others that lay in another one."""
-        before, self._attached = self._attached, block
+        before = self._attached
+        self._attached = block
         if before is not None and before is not block:
             kept = set(map(id, block.parameters))
             for parameter, view in zip(before.parameters, before.views, strict=True):
@@ -90,9 +94,10 @@ class Gradients:
 
     def flat(self) -> list[Tensor] | None:
         """Return the tensors that hold all gradients, or None if the gradients lie elsewhere."""
-        if self._attached is None or not self._attached.is_attached():
+        block = self._attached
+        if block is None or not block.is_attached():
             return None
-        return self._attached.flat
+        return block.flat
 
     def zero(self) -> bool:
         """Set the gradients to zero and return True, if they lie in a block."""

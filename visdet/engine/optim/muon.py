@@ -82,7 +82,8 @@ class MuonWithAuxAdam(AdamW):
                     gradient = parameter.grad
                     if (
                         gradient is not None
-                        and (gradient.layout, gradient.ndim) == (torch.strided, 2)
+                        and gradient.layout == torch.strided
+                        and gradient.ndim == 2
                         and gradient.is_floating_point()
                         and min(gradient.shape) >= group["min_size"]
                     ):
@@ -99,7 +100,8 @@ class MuonWithAuxAdam(AdamW):
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
-        lr, decay = group["lr"], group["momentum"]
+        lr = group["lr"]
+        decay = group["momentum"]
         directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             gradient = -gradient if group["maximize"] else gradient

@@ -46,12 +46,10 @@ class OptimWrapper(_OptimWrapper):
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
     ) -> None:
-        self.groups_as_built = optimizer.param_groups
-        optimizer.param_groups = _merged(optimizer.param_groups)
+        self.groups_as_built = groups = optimizer.param_groups
+        optimizer.param_groups = _merged(groups)
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
-        self.gradients = Gradients(
-            parameter for group in self.groups_as_built for parameter in group["params"]
-        )
+        self.gradients = Gradients(parameter for group in groups for parameter in group["params"])
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Say which iterations are counted. Unlike mmengine's, this does not say that a resumed run loses gradients."""
@@ -65,8 +63,10 @@ class OptimWrapper(_OptimWrapper):
         goes back to those groups, because the saved schedules have a value for each of them.
         """
         saved = len(state_dict.get("param_groups", ()))
-        if saved == len(self.groups_as_built) != len(self.optimizer.param_groups):
-            self.optimizer.param_groups = self.groups_as_built
+        as_built = self.groups_as_built
+        optimizer = self.optimizer
+        if saved == len(as_built) != len(optimizer.param_groups):
+            optimizer.param_groups = as_built
         super().load_state_dict(state_dict)
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
@@ -109,8 +109,9 @@ class OptimWrapper(_OptimWrapper):
                 f"{without} parameters of the model had no part in a loss, so the processes "
                 "cannot average their gradients. Freeze them, or set find_unused_parameters=True in the config"
             )
-        self.gradients.attach(self.gradients.block_of(learning))
-        for block in self.gradients.flat() or ():
+        gradients = self.gradients
+        gradients.attach(gradients.block_of(learning))
+        for block in gradients.flat() or ():
             all_reduce(block, "mean")
 
     def _clip_grad(self) -> None:
@@ -120,7 +121,8 @@ class OptimWrapper(_OptimWrapper):
 
     def take_grad_norm(self) -> dict[str, Tensor]:
         """Return the norm of the gradients of an update by its name in the log, once after the update."""
-        norm, self.grad_norm = self.grad_norm, None
+        norm = self.grad_norm
+        self.grad_norm = None
         return {} if norm is None else {self.grad_name: norm}
 
 
@@ -128,9 +130,9 @@ def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups after joining those with the same options, in the order of their first parameters."""
     merged: list[dict[str, Any]] = []
     for group in groups:
-        options = {name: value for name, value in group.items() if name != "params"}
+        options = {**group, "params": None}
         for other in merged:
-            if options == {name: value for name, value in other.items() if name != "params"}:
+            if options == {**other, "params": None}:
                 other["params"] = [*other["params"], *group["params"]]
                 break
         else:
@@ -190,30 +192,35 @@ class AmpOptimWrapper(OptimWrapper):
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
         """Accumulate the gradients of ``loss``. If the dtype is float16, the loss is scaled first."""
-        super().backward(loss if self.loss_scaler is None else self.loss_scaler.scale(loss), **backward_args)
+        scaler = self.loss_scaler
+        super().backward(loss if scaler is None else scaler.scale(loss), **backward_args)
 
     def update(self, **step_args: Any) -> None:
         """Clip the gradients and update the parameters, unless a float16 gradient is not finite."""
-        if self.loss_scaler is None:
+        scaler = self.loss_scaler
+        if scaler is None:
             super().update(**step_args)
             return
+        optimizer = self.optimizer
         if self.clip_grad_kwargs:
-            self.loss_scaler.unscale_(self.optimizer)
+            scaler.unscale_(optimizer)
             self._clip_grad()
-        self.loss_scaler.step(self.optimizer, **step_args)
-        self.loss_scaler.update(self._fixed_scale)
+        scaler.step(optimizer, **step_args)
+        scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and, for float16, the state of the scaler under 'loss_scaler'."""
         state = super().state_dict()
-        if self.loss_scaler is not None:
-            state["loss_scaler"] = self.loss_scaler.state_dict()
+        scaler = self.loss_scaler
+        if scaler is not None:
+            state["loss_scaler"] = scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, which may come from a wrapper without a scaler."""
         state = dict(state_dict)
         scaler_state = state.pop("loss_scaler", None)
-        if scaler_state and self.loss_scaler is not None:
-            self.loss_scaler.load_state_dict(scaler_state)
+        scaler = self.loss_scaler
+        if scaler_state and scaler is not None:
+            scaler.load_state_dict(scaler_state)
         super().load_state_dict(state)
