@@ -62,11 +62,14 @@ class HalfLeaves:
         self._copies: list[Tensor] = []
         for parameter, leaf in leaves.items():
             if leaf in chosen:
-                if (parameter, dtype) not in shared:
-                    shared[parameter, dtype] = torch.empty_like(leaf.detach(), dtype=dtype)
-                self._sources.append(leaf.detach())
-                self._copies.append(shared[parameter, dtype])
-                self.leaves[parameter] = self._copies[-1].detach().requires_grad_(leaf.requires_grad)
+                key = parameter, dtype
+                source = leaf.detach()
+                if key not in shared:
+                    shared[key] = torch.empty_like(source, dtype=dtype)
+                copy = shared[key]
+                self._sources.append(source)
+                self._copies.append(copy)
+                self.leaves[parameter] = copy.detach().requires_grad_(leaf.requires_grad)
 
     def refresh(self) -> None:
         """Copy the parameters."""

@@ -30,9 +30,10 @@ def with_leaves(model: nn.Module, leaves: Mapping[nn.Parameter, Tensor], functio
     """Return the result of a function that runs while the leaves replace the model's parameters."""
     # Each attribute is named only once, and ``functional_call`` must not look for further names of a shared module.
     # Otherwise it would take the leaf for the original parameter and put the leaf back after the call.
+    call = _Call(model)
     attributes = {
         f"{prefix}.{name}": leaves[parameter]
-        for prefix, module in _Call(model).named_modules()
+        for prefix, module in call.named_modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     }
-    return torch.func.functional_call(_Call(model), attributes, (function,), tie_weights=False)
+    return torch.func.functional_call(call, attributes, (function,), tie_weights=False)

@@ -77,9 +77,8 @@ class GraphMemory:
         self.replays = 0
         self.half_copies: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
-        self.side = torch.cuda.Stream()
-        self.beside = [torch.cuda.Stream() for _ in range(_BESIDE)]
+        streams = (torch.cuda.Stream() for _ in range(2 + _BESIDE))
+        self.stream, self.side, *self.beside = streams
 
     @contextmanager
     def captures(self, keeps_activations: bool = False) -> Iterator[Capture]:
@@ -87,16 +86,18 @@ class GraphMemory:
 
         Backward passes in the block run in this thread. For ``keeps_activations``, see ``Capture``.
         """
-        self.stream.wait_stream(torch.cuda.current_stream())
+        outer = torch.cuda.current_stream()
+        inner = self.stream
+        inner.wait_stream(outer)
         try:
             with (
-                torch.cuda.stream(self.stream),
+                torch.cuda.stream(inner),
                 captures(self.side, keeps_activations) as capture,
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 yield capture
         finally:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            outer.wait_stream(inner)
 
     def recording(self, graph: torch.cuda.CUDAGraph) -> Any:
         """Return a context whose work is recorded in a graph instead of being done."""

@@ -17,6 +17,7 @@ from visdet.execution.tensor_tree import layout_of, map_tensors
 
 from ..optim.gradients import Gradients
 from ..optim.optim_wrapper import OptimWrapper
+from ..optim.wrappers import unwrapped
 from .memory import GraphMemory, note_owner, why_not_captured
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 from .updates import GraphedUpdate
@@ -39,23 +40,25 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
     """
     if not config.get("graph", True) or not torch.cuda.is_available():
         return {}
+    say = logger.info
     obstacle = ""
-    if is_model_wrapper(model):
+    wrapper = model if is_model_wrapper(model) else None
+    if wrapper is not None:
         if not isinstance(model, DistributedDataParallel):
             obstacle = f"graphs need the whole model in each process, but {type(model).__name__} may split it"
         elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
-    module: Any = model.module if is_model_wrapper(model) else model
+    module = unwrapped(model)
     kinds: list[type[GraphedMethod]] = [
         kind for kind in (GraphedLoss, GraphedPrediction) if has_stages(module, kind.method)
     ]
     if obstacle and GraphedLoss in kinds:
-        logger.info(f"graph: training steps run eagerly, because {obstacle}")
+        say(f"graph: training steps run eagerly, because {obstacle}")
         kinds.remove(GraphedLoss)
-    graphs: dict[str, Any] = {kind.method: kind(module, say=logger.info) for kind in kinds}
+    graphs: dict[str, Any] = {kind.method: kind(module, say=say) for kind in kinds}
     if GraphedLoss in kinds:
-        graphs["loss"].wrapper = model if is_model_wrapper(model) else None
-        graphs["update"] = GraphedUpdate(say=logger.info)
+        graphs["loss"].wrapper = wrapper
+        graphs["update"] = GraphedUpdate(say=say)
     return graphs
 
 
@@ -93,7 +96,8 @@ class GraphedMethod(ABC):
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
         self._has_failed = False
         self._memory: GraphMemory | None = None
-        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
+        self._parameters = list(model.parameters())
+        self._buffers = list(model.buffers())
         self.counts: Counter[str] = Counter()
         note_owner(self)
 
@@ -141,28 +145,32 @@ class GraphedMethod(ABC):
         if key in self._graphs:
             self.counts["replayed"] += 1
             return self._graphs[key](batch, *begun)
-        reason = "after a failed capture"
-        if not self._has_failed and key not in self._examples:
+        if self._has_failed:
+            reason = "after a failed capture"
+        elif key not in self._examples:
             reason = "of a new shape"
-        elif not self._has_failed and not self._has_room(key):
+        elif not self._has_room(key):
             reason = "of more shapes than are kept"
-        elif not self._has_failed and self._capture(key, batch):
+        elif self._capture(key, batch):
             self.counts["replayed"] += 1
-            shape = " x ".join(str(size) for size in batch.images.shape)
-            self._say(f"{self.report()}; captured batches of {shape}")
+            self._say(f"{self.report()}; captured batches of {_shape_of(batch)}")
             return self._graphs[key](batch)  # The capture may have overwritten what has begun.
+        else:
+            reason = "after a failed capture"
         self.counts[reason] += 1
         result, self._examples[key] = self._compute_eagerly(batch)
         return result
 
     def _has_room(self, key: Any) -> bool:
         """Return whether another shape may be captured. One of a model in another state is forgotten for it."""
-        if len(self._graphs) < self.max_shapes:
+        graphs = self._graphs
+        if len(graphs) < self.max_shapes:
             return True
-        other = next((kept for kept in self._graphs if kept[1:] != key[1:]), None)
-        if other is not None:
-            del self._graphs[other], self._examples[other]
-        return other is not None
+        other = next((kept for kept in graphs if kept[1:] != key[1:]), None)
+        if other is None:
+            return False
+        del graphs[other], self._examples[other]
+        return True
 
     def _capture(self, key: Hashable, batch: Any) -> bool:
         """Return whether the graphs for a batch could be captured. Otherwise, all that was computed is freed."""
@@ -179,9 +187,9 @@ class GraphedMethod(ABC):
             del step
         self.forget_graphs()
         self._has_failed = True
-        shape = " x ".join(str(size) for size in batch.images.shape)
         self._say(
-            f"graphs of {self.method}: a batch of {shape} cannot be captured, so that all batches run eagerly: {reason}"
+            f"graphs of {self.method}: a batch of {_shape_of(batch)} cannot be captured, so that all batches run "
+            f"eagerly: {reason}"
         )
         return False
 
@@ -267,16 +275,22 @@ class GraphedLoss(GraphedMethod):
 
     def _handed_on(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients must come from autograd, because hooks wait for them."""
-        if self.wrapper is not None and self.wrapper.require_backward_grad_sync:
-            return self._parameters
+        wrapper = self.wrapper
+        parameters = self._parameters
+        if wrapper is not None and wrapper.require_backward_grad_sync:
+            return parameters
         return [
             parameter
-            for parameter in self._parameters
+            for parameter in parameters
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ]
 
     def _key_of_model(self) -> tuple[Hashable, ...]:
         return *super()._key_of_model(), tuple(map(id, self._handed_on()))
+
+
+def _shape_of(batch: Any) -> str:
+    return " x ".join(map(str, batch.images.shape))
 
 
 def _on_meta_device(part: Tensor) -> Tensor:
@@ -361,13 +375,14 @@ class GraphedPrediction(GraphedMethod):
 
         Whether the weights are still where they were is looked at while the GPU computes.
         """
-        if self._last_key is None or layout_of(batch) != self._last_key[0]:
+        key = self._last_key
+        if key is None or layout_of(batch) != key[0]:
             return None
-        graph = self._graphs.get(self._last_key)
+        graph = self._graphs.get(key)
         if graph is None or graph.features is not features:  # Another graph would overwrite the features.
             return None
         detections = graph(batch, features)
-        if self._key_of_model() != self._last_key[1]:
+        if self._key_of_model() != key[1]:
             return None
         self.counts["replayed"] += 1
         return detections
@@ -376,15 +391,17 @@ class GraphedPrediction(GraphedMethod):
         return self.model.detections(batch), None
 
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedDetections:
-        if not hasattr(self.model, "image_features"):
-            return GraphedDetections(self.model, batch, memory)
-        key = self._key_of_features(batch.images)
-        if key not in self._features:
-            while len(self._features) >= self.max_shapes:
-                self._features.popitem(last=False)
-            features = GraphedFeatures(self.model, batch.images, memory, self._read_by_features)
-            self._features[key] = features
-        return GraphedDetections(self.model, batch, memory, self._features[key])
+        model = self.model
+        if not hasattr(model, "image_features"):
+            return GraphedDetections(model, batch, memory)
+        images = batch.images
+        kept = self._features
+        key = self._key_of_features(images)
+        if key not in kept:
+            while len(kept) >= self.max_shapes:
+                kept.popitem(last=False)
+            kept[key] = GraphedFeatures(model, images, memory, self._read_by_features)
+        return GraphedDetections(model, batch, memory, kept[key])
 
     def _key_of_features(self, images: Tensor) -> Hashable:
         """Return all that a captured graph of features depends on."""

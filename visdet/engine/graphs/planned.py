@@ -2,8 +2,8 @@
 
 import copy
 import logging
-import time
 from collections.abc import Iterable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def prepare_sizes(
     is_one_optimizer = isinstance(optim_wrapper, OptimWrapper)
     if plan is None or not plan.sizes or not is_one_optimizer or not next(model.parameters()).is_cuda:
         return
-    begin = time.perf_counter()
+    begin = perf_counter()
     with preserved_random_state(), nothing_changes(model):
         dataset = dataloader.dataset
         samples = (dataset[index] for index in range(min(_LOOKED_AT, len(dataset))))
@@ -65,7 +65,7 @@ def prepare_sizes(
     sizes = ", ".join(f"{height} x {width}" for height, width in reversed(plan.sizes))
     logger.info(
         f"batches have {len(plan.sizes)} sizes (height x width): {sizes}. {captured} shapes of training steps were "
-        f"captured in {time.perf_counter() - begin:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB of the GPU "
+        f"captured in {perf_counter() - begin:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB of the GPU "
         "are reserved"
     )
 
@@ -73,11 +73,15 @@ def prepare_sizes(
 def shapes_of(batches: Any, plan: BatchPlan) -> list[tuple[int, Size, tuple[int, ...]]]:
     """Return (number of images, size, numbers of boxes) of the batches of a run, the largest first."""
     full = batches.batch_size
-    shapes = [(full, size, plan.boxes[:1]) for size in reversed(plan.sizes)]
-    if len(plan.boxes) > 1:
-        shapes.insert(0, (full, plan.sizes[-1], plan.boxes[1:]))
-    if batches.rest:
-        shapes += [(batches.rest, size, plan.boxes[:1]) for size in largest(plan.sizes)]
+    rest = batches.rest
+    sizes = plan.sizes
+    boxes = plan.boxes
+    usual = boxes[:1]
+    shapes = [(full, size, usual) for size in reversed(sizes)]
+    if len(boxes) > 1:
+        shapes.insert(0, (full, sizes[-1], boxes[1:]))
+    if rest:
+        shapes += [(rest, size, usual) for size in largest(sizes)]
     return shapes
 
 
@@ -91,12 +95,16 @@ class ImaginedBatches:
     def __init__(
         self, model: Any, optim_wrapper: Any, collate: Any, example: dict[str, Any], plan: BatchPlan
     ) -> None:
-        self.model, self.optim_wrapper, self.collate, self.plan = model, optim_wrapper, collate, plan
+        self.model = model
+        self.optim_wrapper = optim_wrapper
+        self.collate = collate
+        self.plan = plan
         self.image: Tensor = example["inputs"]
-        self.sample = copy.deepcopy(example["data_samples"])
-        self.sample.gt_instances = self.sample.gt_instances[:1]
-        box_dim = self.sample.gt_instances.bboxes.shape[-1]
-        self.sample.gt_instances.bboxes = torch.tensor([[1.0, 1.0, 9.0, 9.0, 0.0]])[:, :box_dim]
+        self.sample = sample = copy.deepcopy(example["data_samples"])
+        truth = sample.gt_instances[:1]
+        box_dim = truth.bboxes.shape[-1]
+        truth.bboxes = torch.tensor([[1.0, 1.0, 9.0, 9.0, 0.0]])[:, :box_dim]
+        sample.gt_instances = truth
 
     def batch(self, number: int, size: Size, boxes: tuple[int, ...]) -> dict[str, Any]:
         """Return the arguments of the model's ``loss`` for a batch.
@@ -104,24 +112,25 @@ class ImaginedBatches:
         Args:
             number: the number of images. size: their (height, width). boxes: see ``BatchPlan``.
         """
+        image = self.image
+        plan = self.plan
         samples = []
         for _ in range(number):
             sample = copy.deepcopy(self.sample)
             sample.set_metainfo({"img_shape": size})
-            samples.append(
-                {"inputs": self.image.new_zeros(*self.image.shape[:-2], *size), "data_samples": sample}
-            )
+            samples.append({"inputs": image.new_zeros(*image.shape[:-2], *size), "data_samples": sample})
         data = self.collate(samples)
-        BatchPlan(size, self.plan.sizes, self.plan.filled, boxes).write(data["data_samples"], size)
+        BatchPlan(size, plan.sizes, plan.filled, boxes).write(data["data_samples"], size)
         return self.model.data_preprocessor(data, training=True)
 
     def fits(self, number: int, size: Size) -> bool:
         """Return whether the memory suffices for an eager training step of a batch, which changes nothing."""
+        model = self.model
         try:
             data = self.batch(number, size, self.plan.boxes[-1:])
-            with self.optim_wrapper.optim_context(self.model):
-                total, _ = self.model.parse_losses(self.model(**data, mode="loss"))
-            learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            with self.optim_wrapper.optim_context(model):
+                total, _ = model.parse_losses(model(**data, mode="loss"))
+            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(total, learning, allow_unused=True)
         except torch.OutOfMemoryError:
             return False

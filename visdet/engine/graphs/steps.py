@@ -1,6 +1,6 @@
 """The CUDA graphs of a training step and of a prediction, for batches of one shape."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -73,8 +73,9 @@ class GraphedStep:
         learning = [leaf for leaf in plain.values() if leaf.requires_grad]
         dtype = torch.get_autocast_dtype("cuda")
         casts = CastsNoted(learning if torch.is_autocast_enabled("cuda") else [], dtype)
-        self.half = HalfLeaves(plain, (), dtype, memory.half_copies)
-        self.hooked = set(handed_on)
+        copies = memory.half_copies
+        self.half = HalfLeaves(plain, (), dtype, copies)
+        self.hooked = hooked = set(handed_on)
         self.keeps_activations = recomputes(model)
         with casts:
             try:
@@ -86,35 +87,40 @@ class GraphedStep:
                 losses, used = self._tried_out(assign)
         free, total = torch.cuda.mem_get_info()
         self.keeps_activations = self.keeps_activations and free >= _LEAST_FREE * total
-        if casts.only_cast():
-            whole, self.half = self.half, HalfLeaves(plain, casts.only_cast(), dtype, memory.half_copies)
+        only_cast = casts.only_cast()
+        if only_cast:
+            whole = self.half
+            self.half = HalfLeaves(plain, only_cast, dtype, copies)
             others, used_then = self._tried_out(assign)
             is_equal = used_then == used and all(torch.equal(losses[name], others[name]) for name in losses)
             self.half = self.half if is_equal else whole
         self.names = list(losses)
-        self.block = gradients.block_of(used)
-        self.parameters: list[Any] = self.block.parameters
-        self.handed_on = [parameter for parameter in self.parameters if parameter in self.hooked]
-        self.handed_gradients = [torch.empty_like(parameter) for parameter in self.handed_on]
-        self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+        self.block = block = gradients.block_of(used)
+        parameters: list[Any] = block.parameters
+        self.parameters = parameters
+        self.handed_on = handed = [parameter for parameter in parameters if parameter in hooked]
+        self.handed_gradients = list(map(torch.empty_like, handed))
+        self.grad_of_losses = torch.empty_like(_stacked(losses).detach())
         # The losses are a function of it for autograd.
         self.anchor = torch.zeros((), device=memory.stream.device, requires_grad=True)
 
     def _tried_out(self, assign: Callable[[Any, Any], Any]) -> tuple[dict[str, Tensor], list[nn.Parameter]]:
         """Return the losses, and the parameters that get gradients, of a step without effect."""
-        leaves = self.half.leaves
+        model = self.model
+        half = self.half
+        leaves = half.leaves
         learning = {parameter: leaf for parameter, leaf in leaves.items() if leaf.requires_grad}
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-            self.half.refresh()
-            losses, _ = self.model.computed_losses(self.batch, assign)
-            total = torch.stack(list(losses.values())).sum()
+            half.refresh()
+            losses, _ = model.computed_losses(self.batch, assign)
+            total = _stacked(losses).sum()
             with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
                 return losses, torch.autograd.grad(total, list(learning.values()), allow_unused=True)
 
         later = self._later()
-        with self._captures(), _casts_of_its_own(), nothing_changes(self.model), later.taking():
-            losses, found = with_leaves(self.model, leaves, run)
+        with self._captures(), _casts_of_its_own(), nothing_changes(model), later.taking():
+            losses, found = with_leaves(model, leaves, run)
             later.join()
         used = [
             parameter
@@ -160,6 +166,7 @@ class GraphedStep:
         return self.memory.recording(self.graphs[-1])
 
     def _capture(self, later: LaterGradients) -> None:
+        half = self.half
         with ExitStack() as recording:
 
             def assign(outputs: Any, _: Any) -> Any:
@@ -168,47 +175,46 @@ class GraphedStep:
                 return self.assignment
 
             recording.enter_context(self._recording())
-            self.half.refresh()
+            half.refresh()
             by_name, self.outputs = self.model.computed_losses(
                 self.batch, None if self.assigns_in_graph else assign
             )
-            values = torch.stack(list(by_name.values()))
+            values = _stacked(by_name)
         with torch.autocast("cuda", enabled=False), self._recording():
-            leaves = [self.half.leaves[parameter] for parameter in self.parameters]
+            hooked = self.hooked
+            parameters = self.parameters
+            views = self.block.views
+            leaves = [half.leaves[parameter] for parameter in parameters]
             found = torch.autograd.grad(values, leaves, self.grad_of_losses, allow_unused=True)
             later.join()
             gradients = [
                 (parameter, view, gradient)
-                for parameter, view, gradient in zip(self.parameters, self.block.views, found, strict=True)
+                for parameter, view, gradient in zip(parameters, views, found, strict=True)
                 if gradient is not None
             ]
-            added = [(view, new) for parameter, view, new in gradients if parameter not in self.hooked]
+            added = [(view, new) for parameter, view, new in gradients if parameter not in hooked]
             halves = [(view, new) for view, new in added if new.dtype != view.dtype]
-            widened = [torch.empty_like(view) for view, _ in halves]
-            _copy(widened, [new for _, new in halves])
+            widened = [(view, torch.empty_like(view)) for view, _ in halves]
+            _copy([wide for _, wide in widened], [new for _, new in halves])
             full = [(view, new) for view, new in added if new.dtype == view.dtype]
-            beside = later.rounds(list(zip(leaves, self.block.views, strict=True)))
-            for pairs in (
-                [(view, new) for (view, _), new in zip(halves, widened, strict=True)],
-                full,
-                *beside,
-            ):
-                _add([view for view, _ in pairs], [new for _, new in pairs])
-            handed = [new for parameter, _, new in gradients if parameter in self.hooked]
+            beside = later.rounds(zip(leaves, views, strict=True))
+            for pairs in (widened, full, *beside):
+                _add(pairs)
+            handed = [new for parameter, _, new in gradients if parameter in hooked]
             _copy(self.handed_gradients, handed)
         self.values = values.detach()
 
     def __call__(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         """Return the losses of a batch of this shape by name, and what the model remembers, which no replay changes."""
+        model = self.model
+        outputs = self.outputs
         self.memory.replays += 1
         _copy(self.batch, batch)
         self.graphs[0].replay()
         if not self.assigns_in_graph:
-            _copy(self.assignment, self.model.assign(self.outputs, batch))
+            _copy(self.assignment, model.assign(outputs, batch))
             self.graphs[1].replay()
-        state = self.model.state_after(self.outputs, batch)
-        kept = map_tensors(torch.empty_like, state)
-        _copy(kept, state)
+        kept = _copied(model.state_after(outputs, batch))
         losses = _Replay.apply(self, self.anchor, *self.handed_on).unbind()
         return dict(zip(self.names, losses, strict=True)), kept
 
@@ -217,9 +223,7 @@ class GraphedStep:
         self.gradients.attach(self.block)
         self.grad_of_losses.copy_(grad_of_losses)
         self.graphs[-1].replay()
-        copies = [torch.empty_like(gradient) for gradient in self.handed_gradients]
-        _copy(copies, self.handed_gradients)
-        return copies
+        return _copied(self.handed_gradients)
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -283,9 +287,9 @@ class GraphedDetections:
         self.recorded.try_out(self._detections)
 
     def _detections(self) -> Any:
-        if self.features is None:
-            return self.model.detections(self.batch)
-        return self.model.detections(self.batch, self.features.features)
+        features = self.features
+        parts = () if features is None else (features.features,)
+        return self.model.detections(self.batch, *parts)
 
     def capture(self) -> None:
         """Record the graph, and the graph of the features unless another shape has it.
@@ -293,8 +297,9 @@ class GraphedDetections:
         Raises:
             RuntimeError: something in them cannot be captured.
         """
-        if self.features is not None and not self.features.is_captured:
-            self.features.capture()
+        features = self.features
+        if features is not None and not features.is_captured:
+            features.capture()
         self.detections = self.recorded.capture(self._detections)
 
     def __call__(self, batch: Any, begun: GraphedFeatures | None = None) -> Any:
@@ -303,16 +308,16 @@ class GraphedDetections:
         Args:
             batch: the batch. begun: the graph that has computed its features, or None.
         """
-        if self.features is None:
-            _copy(self.batch, batch)
+        features = self.features
+        own = self.batch
+        if features is None:
+            _copy(own, batch)
         else:
-            if begun is not self.features:
-                self.features(batch.images)
-            _copy(replace(self.batch, images=None), replace(batch, images=None))
+            if begun is not features:
+                features(batch.images)
+            _copy(replace(own, images=None), replace(batch, images=None))
         self.recorded.graph.replay()
-        copies = map_tensors(torch.empty_like, self.detections)
-        _copy(copies, self.detections)
-        return copies
+        return _copied(self.detections)
 
 
 class _Recorded:
@@ -334,8 +339,9 @@ class _Recorded:
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record the graph, and return the result of the function, which each replay writes anew."""
-        self.graph = torch.cuda.CUDAGraph()
-        with self.memory.captures() as capture, _casts_of_its_own(), self.memory.recording(self.graph):
+        memory = self.memory
+        self.graph = graph = torch.cuda.CUDAGraph()
+        with memory.captures() as capture, _casts_of_its_own(), memory.recording(graph):
             result = function()
         self.tables = capture.tables
         return result
@@ -346,7 +352,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: GraphedStep, anchor: Tensor, *handed_on: Tensor) -> Tensor:
-        ctx.step, ctx.replays = step, step.memory.replays
+        ctx.step = step
+        ctx.replays = step.memory.replays
         return step.values.clone()
 
     @staticmethod
@@ -356,20 +363,22 @@ class _Replay(torch.autograd.Function):
                 "gradients of a training step by CUDA graphs cannot be differentiated (create_graph=True): train with "
                 "--no-graph"
             )
-        memory = ctx.step.memory
+        step = ctx.step
+        memory = step.memory
         if ctx.replays != memory.replays:
             raise RuntimeError(
                 "the backward pass of a training step by CUDA graphs must run once, and before the next step: what it "
                 "needs has been overwritten. Add the losses up and call backward once, or train with --no-graph"
             )
         memory.replays += 1
-        return None, None, *ctx.step.add_gradients(grad_of_losses)
+        return None, None, *step.add_gradients(grad_of_losses)
 
 
 @contextmanager
 def _casts_of_its_own() -> Iterator[None]:
     """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
-    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    enabled = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda")
     torch.clear_autocast_cache()
     try:
         with torch.autocast("cuda", dtype=dtype, enabled=enabled):
@@ -391,27 +400,38 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
             buffer.copy_(value)
 
 
+def _stacked(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return losses as a vector."""
+    return torch.stack(list(losses.values()))
+
+
+def _copied(tree: Any) -> Any:
+    """Return a tree with copies of the tensors of another."""
+    copies = map_tensors(torch.empty_like, tree)
+    _copy(copies, tree)
+    return copies
+
+
 def _copy(into: Any, values: Any) -> None:
     """Copy the tensors of a tree into another tree. All dense tensors of a dtype are one kernel."""
-    for targets, sources in _alike(tensors_of(into), tensors_of(values)):
+    for targets, sources in _alike(zip(tensors_of(into), tensors_of(values), strict=True)):
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _add(sums: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Add tensors to others. All tensors whose numbers lie in the same order are one kernel."""
-    for targets, sources in _alike(sums, values):
+def _add(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add the second tensor of each pair to the first. Those whose numbers lie in the same order are one kernel."""
+    for targets, sources in _alike(pairs):
         torch._foreach_add_(targets, sources)
 
 
-def _alike(
-    targets: Sequence[Tensor], values: Sequence[Tensor]
-) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     """Return pairs of lists that one kernel can serve: dense tensors of a dtype, and each other tensor by itself."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, value in zip(targets, values, strict=True):
+    for target, value in pairs:
+        strides = target.stride()
         if _strides_of(target) == _strides_of(value):
-            value = value.as_strided(value.shape, target.stride())
-        is_dense = target.stride() == value.stride() and (
+            value = value.as_strided(value.shape, strides)
+        is_dense = strides == value.stride() and (
             target.is_contiguous() or target.is_contiguous(memory_format=torch.channels_last)
         )
         key = (target.dtype, value.dtype, value.device) if is_dense else id(target)

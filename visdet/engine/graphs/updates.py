@@ -70,12 +70,14 @@ class GraphedUpdate:
             self._graph = self._norm = None
         elif self._graph is None and not self._has_failed:
             self._capture(wrapper)
-        if self._graph is None:
+        graph = self._graph
+        norm = self._norm
+        if graph is None:
             self._update_eagerly(wrapper)
             return
         self.counts["replayed"] += 1
-        self._graph.replay()
-        wrapper.grad_norm = None if self._norm is None else self._norm.clone()
+        graph.replay()
+        wrapper.grad_norm = None if norm is None else norm.clone()
 
     def _update_eagerly(self, wrapper: OptimWrapper) -> None:
         """Update the parameters by the same operations as the graph, and see whether the host waits for one."""
@@ -90,9 +92,10 @@ class GraphedUpdate:
 
     def _copy_rates(self, optimizer: Optimizer) -> None:
         """Bring the learning rates of all groups to the device, if they have changed."""
-        values = [float(group["lr"]) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        values = [float(group["lr"]) for group in groups]
         if len(values) != len(self._rates):
-            device = optimizer.param_groups[0]["params"][0].device
+            device = groups[0]["params"][0].device
             self._rates = [torch.zeros((), device=device) for _ in values]
             self._values = []
         if values != self._values:
@@ -116,12 +119,12 @@ class GraphedUpdate:
 
     def _recorded(self, wrapper: OptimWrapper) -> tuple[Any, Tensor | None]:
         """Return the graph of an update, and the norm of the gradients that it writes."""
-        self._memory = self._memory or GraphMemory()
+        self._memory = memory = self._memory or GraphMemory()
         graph = torch.cuda.CUDAGraph()
         with (
             rates_on_device(wrapper.optimizer, self._rates),
-            self._memory.captures(),
-            self._memory.recording(graph),
+            memory.captures(),
+            memory.recording(graph),
         ):
             wrapper.update()
         return graph, wrapper.grad_norm
@@ -137,8 +140,9 @@ def why_not_a_graph(wrapper: Any) -> str:
     optimizer = wrapper.optimizer
     kind = type(optimizer)
     groups = optimizer.param_groups
-    if type(wrapper) not in (OptimWrapper, AmpOptimWrapper):
-        return f"{type(wrapper).__name__} may do more than visdet's wrappers"
+    kind_of_wrapper = type(wrapper)
+    if kind_of_wrapper not in (OptimWrapper, AmpOptimWrapper):
+        return f"{kind_of_wrapper.__name__} may do more than visdet's wrappers"
     is_known = kind.__module__.startswith("torch.optim") and (
         kind is SGD or "capturable" in optimizer.defaults
     )
@@ -155,7 +159,8 @@ def why_not_a_graph(wrapper: Any) -> str:
 
 def key_of(wrapper: OptimWrapper) -> Hashable:
     """Return all that a graph of an update depends on besides numbers on the device and learning rates."""
-    groups = wrapper.optimizer.param_groups
+    optimizer = wrapper.optimizer
+    groups = optimizer.param_groups
     options = tuple(
         (name, repr(value))
         for group in groups
@@ -164,7 +169,7 @@ def key_of(wrapper: OptimWrapper) -> Hashable:
     )
     parameters = [parameter for group in groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
-    numbers = itertools.chain.from_iterable(state.values() for state in wrapper.optimizer.state.values())
+    numbers = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
     places = [value.data_ptr() for value in (*parameters, *gradients, *numbers) if isinstance(value, Tensor)]
     return options, hash(tuple(places)), repr(wrapper.clip_grad_kwargs)
 
