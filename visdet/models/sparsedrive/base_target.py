@@ -55,18 +55,27 @@ class PaddedInstances(Counted):
         )
 
 
-def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+def padded_rows(
+    rows: Sequence[Tensor], device: torch.device, room: int | None = None, filler: int = 0
+) -> Tensor:
     """Return tensors [N_i, ...] of all samples, which lie on the host, as one [B, N, ...] on ``device``.
 
-    It is padded with zeros.
+    Args:
+        rows: the tensors. device: the device of the result.
+        room: N. Rows beyond it are left out. By default there is room for all.
+        filler: what pads shorter tensors.
     """
-    most = max(len(row) for row in rows)
-    copied = device.type == "cuda"
-    room = most if device.type == "cpu" else room_for(most, LEAST_ROOM)
+    kind = device.type
+    copied = kind == "cuda"
+    if room is None:
+        most = max(map(len, rows))
+        room = most if kind == "cpu" else room_for(most, LEAST_ROOM)
+    first = rows[0]
+    sizes = (len(rows), room, *first.shape[1:])
     # Memory that is pinned at once is written once, and its copy need not wait for the device.
-    padded = torch.zeros(len(rows), room, *rows[0].shape[1:], dtype=rows[0].dtype, pin_memory=copied)
+    padded = torch.full(sizes, filler, dtype=first.dtype, pin_memory=copied)
     for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = row
+        place[: len(row)] = row[:room]
     return padded.to(device, non_blocking=copied)
 
 
@@ -126,11 +135,14 @@ def assigned_instances(
     indices = {}
     counts = []
     for name, pairs in costs.items():
-        index = solve_padded(pairs.costs, truth[name].lengths)
+        of_pairs = pairs.costs
+        num_denoising = pairs.num_denoising
+        index = solve_padded(of_pairs, truth[name].lengths)
         indices[name] = index
-        counts.append((index < pairs.costs.shape[-2]).sum((1, 2)).float())
-        if pairs.num_denoising is not None:
-            counts[-1] = torch.cat([counts[-1], pairs.num_denoising])
+        count = (index < of_pairs.shape[-2]).sum((1, 2)).float()
+        if num_denoising is not None:
+            count = torch.cat([count, num_denoising])
+        counts.append(count)
     means = mean_count(torch.cat(counts), counts[0].device).split([len(count) for count in counts])
     return {name: Assignment(index, mean) for (name, index), mean in zip(indices.items(), means, strict=True)}
 

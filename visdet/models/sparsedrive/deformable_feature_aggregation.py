@@ -110,10 +110,12 @@ class DeformableFeatureAggregation(BaseModule):
         flat = feature_maps if is_flat(feature_maps) else feature_maps_format(feature_maps)
         features, level_shapes, level_starts = flat
         given = (projection.shape[1], *level_starts.shape)
-        if given != (self.num_cams, self.num_cams, self.num_levels):
+        V = self.num_cams
+        L = self.num_levels
+        if given != (V, V, L):
             raise InvalidInputError(
-                f"DeformableFeatureAggregation: projection_mat must be of {self.num_cams} cameras, and feature_maps of "
-                f"{self.num_cams} cameras and {self.num_levels} levels, got {given}"
+                f"DeformableFeatureAggregation: projection_mat must be of {V} cameras, and feature_maps of "
+                f"{V} cameras and {L} levels, got {given}"
             )
         key_points = self.kps_generator(anchor, instance_feature)  # [B, N, P, 3]
         logits, camera_logits = self._get_logits(instance_feature, anchor_embed, projection)
@@ -151,18 +153,20 @@ class DeformableFeatureAggregation(BaseModule):
         B, N = instance_feature.shape[:2]
         sizes = (self.num_levels, self.num_pts, self.num_groups)
         embedded = instance_feature + anchor_embed
-        if self.camera_encoder is not None:
-            cameras = in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2))
-            if is_plain(self.weights_fc, nn.Linear):
-                logits = self.weights_fc(embedded).unflatten(-1, sizes)
-                return logits, F.linear(cameras, self.weights_fc.weight).unflatten(-1, sizes)
+        encoder = self.camera_encoder
+        fc = self.weights_fc
+        if encoder is not None:
+            cameras = in_full_precision(encoder, projection[:, :, :3].flatten(2))
+            if is_plain(fc, nn.Linear):
+                logits = fc(embedded).unflatten(-1, sizes)
+                return logits, F.linear(cameras, fc.weight).unflatten(-1, sizes)
             embedded = embedded.unsqueeze(2) + cameras.unsqueeze(1)
-        logits = self.weights_fc(embedded)
-        return logits.view(B, N, self.num_cams, *sizes), None
+        return fc(embedded).view(B, N, self.num_cams, *sizes), None
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""
-        if not self.training or self.attn_drop == 0:
+        share = self.attn_drop
+        if not self.training or share == 0:
             return None
         shape = (*instance_feature.shape[:2], self.num_cams, self.num_pts)
-        return torch.rand(shape, device=instance_feature.device) > self.attn_drop
+        return torch.rand(shape, device=instance_feature.device) > share

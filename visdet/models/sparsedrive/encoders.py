@@ -53,7 +53,8 @@ class SparseBox3DEncoder(BaseModule):
         self.yaw_fc = perceptron(2, widths[2])
         if vel_dims > 0:
             self.vel_fc = perceptron(vel_dims, widths[3])
-        self.output_fc = perceptron(widths[-1], widths[-1]) if output_fc else None
+        output_dims = widths[-1]
+        self.output_fc = perceptron(output_dims, output_dims) if output_fc else None
         perceptrons = self._perceptrons()
         self._side_by_side = SideBySide(perceptrons) if SideBySide.serves(perceptrons) else None
 
@@ -66,12 +67,14 @@ class SparseBox3DEncoder(BaseModule):
         columns = slice(X, W), slice(W, SIN_YAW), slice(SIN_YAW, VX), slice(VX, VX + self.vel_dims)
         given = [box_3d[..., part] for _, part in zip(perceptrons, columns, strict=False)]
         predicts_on_gpu = box_3d.is_cuda and not torch.is_grad_enabled()
-        if self._side_by_side is not None and predicts_on_gpu and SideBySide.serves(perceptrons):
-            parts = self._side_by_side(perceptrons, given)
+        together = self._side_by_side
+        if together is not None and predicts_on_gpu and SideBySide.serves(perceptrons):
+            parts = together(perceptrons, given)
         else:
             parts = [in_full_precision(*pair) for pair in zip(perceptrons, given, strict=True)]
         embedding = sum(parts[1:], parts[0]) if self.mode == "add" else torch.cat(parts, dim=-1)
-        return embedding if self.output_fc is None else in_full_precision(self.output_fc, embedding)
+        output_fc = self.output_fc
+        return embedding if output_fc is None else in_full_precision(output_fc, embedding)
 
 
 @MODELS.register_module()

@@ -68,8 +68,9 @@ class AsymmetricFFN(BaseModule):
             identity: [..., in_channels]. It replaces the normalised x in the sum.
             norm: a normalisation of the output, or None.
         """
-        if self.pre_norm is not None:
-            x = self.pre_norm(x)
+        pre_norm = self.pre_norm
+        if pre_norm is not None:
+            x = pre_norm(x)
         x = as_autocast_input(x)
         added = self.identity_fc(x if identity is None else identity) if self.add_identity else None
         return feed_forward(self.layers, x, added, self.dropout_layer, norm)

@@ -26,10 +26,11 @@ class GridMask(nn.Module):
         if not self.training:
             return x
         height, width = x.shape[-2:]
-        draws = torch.rand(4, device=x.device)
+        device = x.device
+        draws = torch.rand(4, device=device)
         period = (2 + draws[0] * (height - 2)).floor().clamp(max=max(height - 1, 2))
         keep = _in_stripe(height, period, draws[1])[:, None] | _in_stripe(width, period, draws[2])
-        return torch.where(torch.rand((), device=x.device) <= self.prob, x * keep.to(x.dtype), x)
+        return torch.where(torch.rand((), device=device) <= self.prob, x * keep.to(x.dtype), x)
 
 
 def _in_stripe(length: int, period: Tensor, draw: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ class InstanceOperations(BaseModule):
         self.operation_order = list(operation_order)
         self.decouple_attn = decouple_attn
         self.layers = nn.ModuleList([built(configs[op], MODELS) for op in operation_order])
-        C = embed_dims
-        self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
-        self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()
+        width = 2 * embed_dims
+        self.fc_before = nn.Linear(embed_dims, width, bias=False) if decouple_attn else nn.Identity()
+        self.fc_after = nn.Linear(width, embed_dims, bias=False) if decouple_attn else nn.Identity()
 
     def init_operations(self) -> None:
         """Initialise the matrices of all operations but 'refine' by Xavier."""

@@ -22,8 +22,9 @@ class KeyPointsGenerator(BaseModule):
 
     def init_weights(self) -> None:
         """Initialise the linear layer of the learnable points."""
-        if self.learnable_fc is not None:
-            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+        fc = self.learnable_fc
+        if fc is not None:
+            xavier_init(fc, distribution="uniform", bias=0.0)
 
 
 @MODELS.register_module()
@@ -66,8 +67,9 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         """
         anchor = at_least_float32(anchor)
         logits = None
-        if self.learnable_fc is not None and instance_feature is not None:
-            logits = in_full_precision(self.learnable_fc, instance_feature)
+        fc = self.learnable_fc
+        if fc is not None and instance_feature is not None:
+            logits = in_full_precision(fc, instance_feature)
         return box_key_points(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
 
     @staticmethod
@@ -78,12 +80,13 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
     ) -> Tensor:
         """Return the anchors in the coordinates of a destination and, if the time is given, at its time."""
         anchor = at_least_float32(anchor)
+        dtype = anchor.dtype
         velocity = anchor[..., VX:]
         dims = velocity.shape[-1]
-        transform = T_src2dst.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
+        transform = T_src2dst.to(dtype)[:, None]  # [B, 1, 4, 4]
         centre = anchor[..., X:W]
         if time_interval is not None:
-            moved = velocity * time_interval.to(anchor.dtype).reshape(-1, 1, 1)
+            moved = velocity * time_interval.to(dtype).reshape(-1, 1, 1)
             centre = centre - F.pad(moved, (0, 3 - dims))
         centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
         heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
@@ -121,9 +124,10 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
         self.num_sample = num_sample
         self.num_learnable_pts = num_learnable_pts
         self.fix_height = tuple(fix_height)
-        self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
-        self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2) if num_learnable_pts > 0 else None
-        heights = torch.tensor(self.fix_height, dtype=torch.float32) + ground_height
+        num_pts = num_sample * len(fix_height) * num_learnable_pts
+        self.num_pts = num_pts
+        self.learnable_fc = nn.Linear(embed_dims, num_pts * 2) if num_learnable_pts > 0 else None
+        heights = torch.tensor(fix_height, dtype=torch.float32) + ground_height
         self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
 
     def forward(
@@ -134,9 +138,10 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
         """Return key points [B, N, num_pts, 3] in metres. ``num_learnable_pts`` must be at least 1 for it."""
         fc: Any = self.learnable_fc
         anchor = at_least_float32(anchor)
-        sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
+        num_sample = self.num_sample
+        sizes = (num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(fc, instance_feature).unflatten(-1, sizes)
-        ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
+        ground = offset + anchor.unflatten(-1, (num_sample, 1, 1, 2))
         z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
         return torch.cat([ground, z], -1).flatten(2, 4)
 

@@ -75,27 +75,30 @@ class SideBySide(nn.Module):
 
     def __init__(self, perceptrons: Sequence[Any]) -> None:
         super().__init__()
-        self.inputs = max(perceptron[0].in_features for perceptron in perceptrons)
-        self.width = max(perceptron[0].out_features for perceptron in perceptrons)
+        first_layers = [perceptron[0] for perceptron in perceptrons]
+        inputs = max(linear.in_features for linear in first_layers)
+        width = max(linear.out_features for linear in first_layers)
+        self.inputs = inputs
         parameters = _parameters(perceptrons)
         sizes = [parameter.numel() for parameter in parameters]
-        parts = torch.arange(sum(sizes)).split(sizes)  # the numbers of all elements in their order
+        total = sum(sizes)
+        parts = torch.arange(total).split(sizes)  # the numbers of all elements in their order
         numbers = iter([part.view(tensor.shape) for part, tensor in zip(parts, parameters, strict=True)])
         places: list[Tensor] = []
         for depth in range(len(perceptrons[0]) // 3):
             # Weight, bias, scale and shift of each perceptron.
             given = [tuple(islice(numbers, 4)) for _ in perceptrons]
-            columns = self.width if depth else self.inputs
+            columns = width if depth else inputs
             matrices, *others = zip(*given, strict=True)
             weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight in matrices]
-            places.append(torch.stack([w.repeat(self.width // len(w), 1).T for w in weights]))
+            places.append(torch.stack([w.repeat(width // len(w), 1).T for w in weights]))
             for vectors in others:
-                places.append(torch.stack([v.repeat(self.width // len(v))[None] for v in vectors]))
+                places.append(torch.stack([v.repeat(width // len(v))[None] for v in vectors]))
         self.shapes = [part.shape for part in places]
         flat = torch.cat([part.flatten() for part in places])
-        self.register_buffer("places", torch.where(flat < 0, sum(sizes), flat), persistent=False)
-        self.register_buffer("one", torch.ones(self.width), persistent=False)
-        self.register_buffer("none", torch.zeros(self.width), persistent=False)
+        self.register_buffer("places", torch.where(flat < 0, total, flat), persistent=False)
+        self.register_buffer("one", torch.ones(width), persistent=False)
+        self.register_buffer("none", torch.zeros(width), persistent=False)
 
     @staticmethod
     def serves(perceptrons: Sequence[Any]) -> bool:
@@ -112,16 +115,18 @@ class SideBySide(nn.Module):
     def forward(self, perceptrons: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the results [..., width of p] of each perceptron p for its part [..., inputs of p]."""
         with without_autocast(parts[0]):
-            flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), self.none[:1]])
-            selected = flat.index_select(0, self.places).split([shape.numel() for shape in self.shapes])
-            tensors = iter([part.view(shape) for part, shape in zip(selected, self.shapes, strict=True)])
+            none = self.none
+            shapes = self.shapes
+            flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), none[:1]])
+            selected = flat.index_select(0, self.places).split([shape.numel() for shape in shapes])
+            tensors = iter([part.view(shape) for part, shape in zip(selected, shapes, strict=True)])
             missing = [self.inputs - part.shape[-1] for part in parts]
             padded = [F.pad(part, (0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
             x = torch.stack(padded).flatten(1, -2).to(flat.dtype)
             eps = perceptrons[0][2].eps
             for weight, bias, scale, shift in zip(tensors, tensors, tensors, tensors, strict=True):
                 x = torch.baddbmm(bias, x, weight)
-                x = dropout_add_layer_norm(x, None, self.one, self.none, eps=eps, relu=True)
+                x = dropout_add_layer_norm(x, None, self.one, none, eps=eps, relu=True)
                 x = torch.addcmul(shift, x, scale)
         return [
             result[:, : perceptron[0].out_features].view(*part.shape[:-1], -1)

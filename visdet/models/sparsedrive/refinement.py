@@ -91,11 +91,14 @@ class SparseBox3DRefinementModule(_Refinement):
         # What is predicted of the velocity is a displacement.
         seconds = torch.as_tensor(time_interval, dtype=delta.dtype, device=delta.device).view(-1, 1, 1)
         refined = torch.addcdiv(anchor, delta, torch.where(self._is_velocity, seconds, 1.0))
-        if not self.refine_yaw or self.normalize_yaw:
-            yaw = (refined if self.refine_yaw else delta)[..., SIN_YAW:VX]
-            yaw = F.normalize(yaw, dim=-1) if self.normalize_yaw else yaw
+        refines = self.refine_yaw
+        normalizes = self.normalize_yaw
+        if not refines or normalizes:
+            yaw = (refined if refines else delta)[..., SIN_YAW:VX]
+            yaw = F.normalize(yaw, dim=-1) if normalizes else yaw
             refined = torch.cat([refined[..., :SIN_YAW], yaw, refined[..., VX:]], dim=-1)
-        quality = None if self.quality_layers is None else self.quality_layers(feature)
+        quality_layers = self.quality_layers
+        quality = None if quality_layers is None else quality_layers(feature)
         return refined, self.cls_layers(instance_feature), quality
 
 

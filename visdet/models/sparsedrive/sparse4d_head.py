@@ -202,16 +202,18 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
         The host makes them, so that it need not wait for the device.
         """
-        if not self.training or self.sampler is None or self.sampler.num_dn_groups <= 0:
+        sampler = self.sampler
+        if not self.training or sampler is None or sampler.num_dn_groups <= 0:
             return None
         ids = None
         samples = metas["img_metas"]
-        if all(self.gt_id_key in sample for sample in samples):
-            ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in samples]
+        key = self.gt_id_key
+        if all(key in sample for sample in samples):
+            ids = [torch.as_tensor(sample[key]).cpu() for sample in samples]
         labels = [row.cpu() for row in metas[self.gt_cls_key]]
         boxes = [row.cpu() for row in metas[self.gt_reg_key]]
         device = self.instance_bank.anchor.device
-        queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
+        queries = sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
         return map_tensors(partial(to_device, device=device), queries)
 
     def forward(
@@ -248,6 +250,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         embed = self.anchor_encoder(anchor)
         embed_of_attention = as_autocast_input(embed)
         predicted: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        num_single_frame = self.num_single_frame_decoder
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
                 feature = self._attend_to_memory(layer, feature, embed_of_attention, memory, attn_mask)
@@ -262,12 +265,13 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             else:
                 anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
                 predicted.append((cls, anchor, qt))
-                if len(predicted) == self.num_single_frame_decoder < self.operation_order.count("refine"):
+                num_predicted = len(predicted)
+                if num_predicted == num_single_frame < self.operation_order.count("refine"):
                     feature, anchor, bank_state = bank.update(bank_state, feature, anchor, cls)
                     feature, anchor, joined = self._update_denoising(feature, anchor, denoising, state)
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
-                if len(predicted) > self.num_single_frame_decoder and memory is not None:
+                if num_predicted > num_single_frame and memory is not None:
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
@@ -282,19 +286,21 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:
-            threshold = None if self.decoder is None else self.decoder.score_threshold
+            decoder = self.decoder
+            threshold = None if decoder is None else decoder.score_threshold
             output["instance_id"], bank_state = bank.get_instance_id(bank_state, classes, threshold)
         return output, Sparse4DState(bank_state, queries)
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory | None:
         """Return what the layers attend to of the previous frame, or None if no sample has one."""
         cached: Any = state.cached_feature
-        if "temp_gnn" not in self.operation_order or not any(state.history):
+        history = state.history
+        if "temp_gnn" not in self.operation_order or not any(history):
             return None
         # The previous frame may have been computed with another type of autocast.
         past = cached.to(autocast_dtype(feature))
         embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
-        return _Memory(past, self.fc_before(past), embed, state.mask, state.history)
+        return _Memory(past, self.fc_before(past), embed, state.mask, history)
 
     def _attend_to_memory(
         self,
@@ -310,15 +316,18 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         """
         if memory is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
+        past = memory.feature
+        past_embed = memory.embed
+        past_value = memory.value
         if all(memory.history):
-            return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
+            return self.attend(layer, feature, embed, past, past_embed, past_value)
         # Keys of both kinds stand side by side, and each sample attends to those of one kind.
-        K = memory.feature.shape[1]
+        K = past.shape[1]
         has_history = memory.mask[:, None]
-        keys = torch.cat([memory.feature, feature], 1)
-        embeds = torch.cat([memory.embed, embed], 1)
+        keys = torch.cat([past, feature], 1)
+        embeds = torch.cat([past_embed, embed], 1)
         own_value = torch.cat([feature, embed], -1) if self.decouple_attn else feature
-        value = torch.cat([memory.value, own_value.to(memory.value.dtype)], 1)
+        value = torch.cat([past_value, own_value.to(past_value.dtype)], 1)
         hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (K, 0))
@@ -330,9 +339,10 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
         """Return features and anchors followed by the denoising queries, and the mask that separates the two."""
         N = anchor.shape[1]
-        _, count, dims = denoising.anchor.shape
+        noisy = denoising.anchor
+        _, count, dims = noisy.shape
         # The vertical velocity becomes 0.
-        anchor = torch.cat([anchor, F.pad(denoising.anchor, (0, anchor.shape[-1] - dims))], dim=1)
+        anchor = torch.cat([anchor, F.pad(noisy, (0, anchor.shape[-1] - dims))], dim=1)
         attn_mask = F.pad(denoising.attn_mask, (N, 0, N, 0), value=True)
         attn_mask[:N, :N] = False
         return F.pad(feature, (0, 0, 0, count)), anchor, attn_mask
@@ -350,13 +360,14 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         """
         kept = state.denoising
         bank = self.instance_bank
-        step: Any = state.bank.step
+        bank_state = state.bank
+        step: Any = bank_state.step
         if denoising is None or denoising.id_target is None or kept is None:
             return feature, anchor, denoising
         past = kept["dn_anchor"]
         moved = bank.moved(past.flatten(1, 2), step).view_as(past)
         return self.sampler.update_dn(
-            feature, anchor, denoising, bank.num_anchor, state.bank.mask, {**kept, "dn_anchor": moved}
+            feature, anchor, denoising, bank.num_anchor, bank_state.mask, {**kept, "dn_anchor": moved}
         )
 
     def criteria(self) -> dict[str, Sparse4DLoss]:

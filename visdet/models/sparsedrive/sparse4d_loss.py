@@ -47,15 +47,16 @@ class Sparse4DLoss:
         Raises:
             InvalidInputError: a label on the host is not a class of the refinement layers.
         """
-        given = data[self.gt_cls_key]
+        key = self.gt_cls_key
+        given = data[key]
+        classes: Any = self.num_classes
         for index, labels in enumerate(given):
             # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
             # are there already are not looked at, because the host would have to wait for them.
-            if self.num_classes is None or labels.device.type != "cpu":
-                continue
-            if not ((labels >= 0) & (labels < self.num_classes)).all():
+            is_checked = classes is not None and labels.is_cpu
+            if is_checked and ((labels < 0) | (labels >= classes)).any():
                 raise InvalidInputError(
-                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{self.num_classes - 1}, "
+                    f"loss: data_samples[{index}].{key} must lie in 0..{classes - 1}, "
                     f"got {labels.unique().tolist()}"
                 )
         return self.sampler.ground_truth(given, data[self.gt_reg_key], device)
@@ -83,14 +84,17 @@ class Sparse4DLoss:
         if not self.learns:
             return {}
         with without_autocast(truth.labels):
+            weights = self.reg_weights
             cls, reg = _stacked(model_outs)
-            reg = reg[..., : len(self.reg_weights)]
+            reg = reg[..., : len(weights)]
+            num_layers = len(cls)
+            num_positive = assigned.num_positive
             background = cls.shape[-1]
             cls_target, reg_target, reg_weight = self.sampler.targets_of(
                 assigned.index, truth, pairs.ordering, background
             )
             # Constants go to the device once, and without waiting for it.
-            reg_scale = constants_on(reg.device, self.reg_weights, reg.dtype)
+            reg_scale = constants_on(reg.device, weights, reg.dtype)
             reg_weight = reg_weight * reg_scale
             is_matched = cls_target < background
             losses = self._losses_of_layers(
@@ -98,11 +102,11 @@ class Sparse4DLoss:
                 reg,
                 model_outs["quality"],
                 (cls_target, reg_target, reg_weight, is_matched),
-                assigned.num_positive[: len(cls)],
+                num_positive[:num_layers],
             )
             queries = self._denoising_targets(model_outs)
             if queries:
-                num_valid = assigned.num_positive[len(cls) :]
+                num_valid = num_positive[num_layers:]
                 losses |= self._denoising_losses(model_outs, queries, num_valid, reg_scale)
             return losses
 
@@ -125,8 +129,9 @@ class Sparse4DLoss:
         background = cls.shape[-1]
         labels = torch.where(is_matched, cls_target, background)
         learns = is_matched
-        if self.cls_threshold_to_reg > 0:
-            learns = learns & (cls.detach().amax(-1).sigmoid() > self.cls_threshold_to_reg)
+        threshold = self.cls_threshold_to_reg
+        if threshold > 0:
+            learns = learns & (cls.detach().amax(-1).sigmoid() > threshold)
         boxes = reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0)
         options = {"weight": reg_weight, "quality": known, "cls_target": cls_target, "mask": learns}
         return self._by_layer((cls, labels, None), (reg, boxes), num_positive, "_", **options)

@@ -138,13 +138,14 @@ class SparseDrive(TemporalDetector, BaseDetector):
         self, images: Tensor, data: dict[str, Any], state: TemporalState | None, **training: Any
     ) -> DrivingBatch:
         """Return the batch of the next frames. The head has entered them, which is all work of the host."""
-        clock = FrameClock.of(data) if self.head.is_temporal else None
+        head = self.head
+        clock = FrameClock.of(data) if head.is_temporal else None
         step = None
         of_head = None
         if clock is not None and state is not None:
             step = clock.since(state.clock)
             of_head = state.head
-        of_head = self.head.enter(of_head, len(images), step)
+        of_head = head.enter(of_head, len(images), step)
         return DrivingBatch.of(images, data, of_head, clock=clock, **training)
 
     def extract_feat(
@@ -160,17 +161,20 @@ class SparseDrive(TemporalDetector, BaseDetector):
         """
         B, V = img.shape[:2]
         img = img.flatten(0, 1)
-        if self.grid_mask is not None:
-            img = self.grid_mask(img)
+        grid_mask = self.grid_mask
+        if grid_mask is not None:
+            img = grid_mask(img)
         if self.channels_last:
             img = img.contiguous(memory_format=torch.channels_last)
         maps = self.img_backbone(img)
-        if self.img_neck is not None:
-            maps = self.img_neck(maps)
+        neck = self.img_neck
+        if neck is not None:
+            maps = neck(maps)
         maps = [level.unflatten(0, (B, V)) for level in maps]
         depths = None
-        if return_depth and self.depth_branch is not None:
-            depths = self.depth_branch(maps, (metas or {}).get("focal"))
+        depth_branch = self.depth_branch
+        if return_depth and depth_branch is not None:
+            depths = depth_branch(maps, (metas or {}).get("focal"))
         features = feature_maps_format(maps) if self.use_deformable_func else maps
         return (features, depths) if return_depth else features
 
@@ -185,8 +189,9 @@ class SparseDrive(TemporalDetector, BaseDetector):
     ) -> DrivingBatch:
         """Return the next frame of each sample's sequence with ground truth and denoising queries. The host works."""
         data = batch_of(data_samples)
-        denoising = self.head.denoising_queries(data)
-        truth = self.head.ground_truth(data)
+        head = self.head
+        denoising = head.denoising_queries(data)
+        truth = head.ground_truth(data)
         return self._entered(inputs, data, state, denoising=denoising, truth=truth)
 
     def predictions_and_costs(
@@ -198,14 +203,17 @@ class SparseDrive(TemporalDetector, BaseDetector):
             (the raw outputs of the head, the depths, the costs of the matching) for the losses, and (these costs, the
             state after the frame) for ``assign``.
         """
+        head = self.head
+        images = batch.images
+        metas = batch.metas
         if self.frozen_parts:
             with torch.no_grad():
-                features = self.extract_feat(batch.images)
+                features = self.extract_feat(images)
                 depths = None
         else:
-            features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
-        outs, state = self.head(features, batch.metas, batch.state, batch.denoising)
-        costs = self.head.pair_costs(outs, batch.truth)
+            features, depths = self.extract_feat(images, return_depth=True, metas=metas)
+        outs, state = head(features, metas, batch.state, batch.denoising)
+        costs = head.pair_costs(outs, batch.truth)
         return (outs, depths, costs), (costs, state)
 
     def assign(
@@ -226,9 +234,10 @@ class SparseDrive(TemporalDetector, BaseDetector):
     ) -> dict[str, Tensor]:
         """Return the losses by name. All work runs on the device."""
         outs, depths, costs = predictions
-        losses = self.head.losses(outs, batch.metas, batch.truth, costs, assigned)
+        metas = batch.metas
+        losses = self.head.losses(outs, metas, batch.truth, costs, assigned)
         if depths is not None:
-            known = batch.metas.get("gt_depth")
+            known = metas.get("gt_depth")
             # Without ground truth, a zero keeps the branch in the graph, because in a distributed run every parameter
             # must have a gradient.
             losses["loss_dense_depth"] = (
@@ -263,8 +272,10 @@ class SparseDrive(TemporalDetector, BaseDetector):
             batch: the frames. features: the result of ``image_features``, which is computed by default.
         """
         features = self.image_features(batch.images) if features is None else features
-        outs, state = self.head(features, batch.metas, batch.state)
-        return self.head.select(outs, batch.metas), state
+        head = self.head
+        metas = batch.metas
+        outs, state = head(features, metas, batch.state)
+        return head.select(outs, metas), state
 
     def with_detections(
         self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]

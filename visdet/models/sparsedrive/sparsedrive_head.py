@@ -46,35 +46,44 @@ class SparseDriveHead(HeadOfTasks):
         self.task_config = {
             name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
         }
-        self.with_det, self.with_map, self.with_motion_plan = self.task_config.values()
-        has_both = self.with_det and self.with_map
+        with_det, with_map, with_motion_plan = self.task_config.values()
+        self.with_det = with_det
+        self.with_map = with_map
+        self.with_motion_plan = with_motion_plan
+        has_both = with_det and with_map
+        learns = not freeze_perception
         for is_met, condition in (
-            (has_both or not self.with_motion_plan, "with_motion_plan needs with_det and with_map"),
-            (self.with_det or self.with_map, "task_config must have a task"),
-            (self.with_motion_plan or not freeze_perception, "freeze_perception needs with_motion_plan"),
+            (has_both or not with_motion_plan, "with_motion_plan needs with_det and with_map"),
+            (with_det or with_map, "task_config must have a task"),
+            (with_motion_plan or learns, "freeze_perception needs with_motion_plan"),
         ):
             if not is_met:
                 raise InvalidInputError(f"SparseDriveHead: {condition}, got {dict(task_config)}")
-        if self.with_det:
-            self.det_head = MODELS.build(det_head)
-        if self.with_map:
-            self.map_head = MODELS.build(map_head)
-        if has_both and self.det_head.task_prefix == self.map_head.task_prefix:
-            raise InvalidInputError(
-                f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {self.map_head.task_prefix!r}"
-            )
-        if self.with_motion_plan:
-            criterion = self.det_head.criterion
-            criterion.learns = not freeze_perception
-            self.motion_plan_head = MODELS.build(motion_plan_head)
+        model_of = MODELS.build
+        if with_det:
+            self.det_head = model_of(det_head)
+        if with_map:
+            self.map_head = model_of(map_head)
+        if has_both:
+            prefix = self.map_head.task_prefix
+            if self.det_head.task_prefix == prefix:
+                raise InvalidInputError(
+                    f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {prefix!r}"
+                )
+        if with_motion_plan:
+            detection = self.det_head
+            criterion = detection.criterion
+            criterion.learns = learns
+            motion = model_of(motion_plan_head)
+            self.motion_plan_head = motion
             # Each box of the results gets its trajectories.
-            decoder = self.motion_plan_head.motion_decoder
-            boxes = self.det_head.decoder
+            decoder = motion.motion_decoder
+            boxes = detection.decoder
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))
             classes = criterion.num_classes or 0
-            given = len(self.motion_plan_head.motion_anchor)
+            given = len(motion.motion_anchor)
             if classes > given:  # A class of boxes would have no trajectories that motion starts from.
                 raise InvalidInputError(
                     f"SparseDriveHead: motion_anchor of motion_plan_head must have the {classes} classes of det_head, "
@@ -148,14 +157,15 @@ class SparseDriveHead(HeadOfTasks):
         det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
         if self.with_motion_plan:
+            detection = self.det_head
             motion_output, planning_output, after["motion_plan"] = self.motion_plan_head(
                 det_output,
                 map_output,
                 feature_maps,
                 state["motion_plan"],
-                self.det_head.anchor_encoder,
+                detection.anchor_encoder,
                 after["det"].bank.mask,
-                self.det_head.instance_bank.anchor_handler,
+                detection.instance_bank.anchor_handler,
             )
         return (det_output, map_output, motion_output, planning_output), after
 

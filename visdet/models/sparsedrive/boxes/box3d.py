@@ -12,7 +12,9 @@ from ...layers.precision import at_least_float32
 
 X, Y, Z, W, L, H, SIN_YAW, COS_YAW, VX, VY, VZ = range(11)  # columns of an anchor
 YAW = 6  # column of an annotated box
-CNS, YNS = 0, 1  # columns of centerness and yawness in a quality prediction
+# Columns of centerness and yawness in a quality prediction.
+CNS = 0
+YNS = 1
 
 _MIN_SIZE_M = 1e-3  # keeps a degenerate annotation finite
 MAX_LOG_SIZE = 10.0  # 22 km, keeps a diverging size finite

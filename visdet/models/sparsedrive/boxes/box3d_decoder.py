@@ -75,13 +75,14 @@ def rows_to_keep(
     """
     if score_threshold is None and min_distance is None:
         return {}
-    is_kept = torch.ones_like(best.label, dtype=torch.bool)
+    label = best.label
+    is_kept = torch.ones_like(label, dtype=torch.bool)
     if score_threshold is not None:
         is_kept = best.class_score >= score_threshold
     if min_distance is not None:
         order = best.score.argsort(dim=1, descending=True, stable=True)
         query = best.query.gather(1, order)
-        label = best.label.gather(1, order)
+        label = label.gather(1, order)
         # OpenVINO does not gather from a slice.
         centres = rows_at(query, boxes.float())[..., :2]
         is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance
@@ -115,7 +116,8 @@ def _result_of(selected: dict[str, Any], index: int) -> dict[str, Any]:
         if isinstance(value, dict):
             result |= _result_of(value, index)
         elif name != "is_kept":
-            result[name] = value[index].clone() if is_kept is None else value[index][is_kept[index]]
+            rows = value[index]
+            result[name] = rows.clone() if is_kept is None else rows[is_kept[index]]
     return result
 
 
@@ -154,7 +156,9 @@ class SparseBox3DDecoder:
 
         The arguments are those of ``select`` for this layer.
         """
-        num_output = 300 if self.num_output is None else self.num_output
+        num_output = self.num_output
+        if num_output is None:
+            num_output = 300
         best = select_best(logits, num_output, quality, self.sorted, once_each=instance_id is not None)
         return best, rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
 
@@ -180,13 +184,14 @@ class SparseBox3DDecoder:
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
         best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
+        query = best.query
         results = {
-            "boxes_3d": decode_box(rows_at(best.query, boxes)),
+            "boxes_3d": decode_box(rows_at(query, boxes)),
             "scores_3d": best.score,
             "labels_3d": best.label,
         }
         if of_layer is not None:
             results["cls_scores"] = best.class_score
         if instance_id is not None:
-            results["instance_ids"] = instance_id.gather(1, best.query)
+            results["instance_ids"] = instance_id.gather(1, query)
         return results | is_kept

@@ -1,5 +1,6 @@
 """The targets of boxes, with noisy copies of the true boxes as further queries."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,12 @@ from ...matching.match_costs import FocalLossCost
 from ...matching.padded_targets import room_for
 from ...rows import labels_at, rows_or_zeros
 from ...transfer import constants_on, to_device
-from ..base_target import LEAST_ROOM, BaseTargetWithDenoising, PaddedInstances, PairCosts
+from ..base_target import LEAST_ROOM, BaseTargetWithDenoising, PaddedInstances, PairCosts, padded_rows
 from .box3d import encode_box
 
-_PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
+# Class targets of queries that were made from padding, and of background.
+_PADDING = -1
+_BACKGROUND = -3
 
 
 def _grouped(x: Tensor, num_groups: int) -> Tensor:
@@ -154,17 +157,23 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             box_target: [N, 9] of each sample, with yaw in radians. NaN counts as 0.
             gt_instance_id: [N] of each sample. It is only used if there are temporal groups.
         """
-        if self.num_dn_groups <= 0 or max((len(labels) for labels in cls_target), default=0) == 0:
-            return None
-        if self.num_temp_dn_groups <= 0:
-            gt_instance_id = None
-        labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id, pads)
+        limit = self.max_dn_gt
+        if limit <= 0:
+            limit = sys.maxsize
         G = self.num_dn_groups
-        B, N = labels.shape
-        labels = labels.repeat(G, 1)  # [G·B, N], group by group
-        boxes = boxes.repeat(G, 1, 1)
-        ids = None if ids is None else ids.repeat(G, 1)
-        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
+        B = len(cls_target)
+        most = min(max(map(len, cls_target), default=0), limit)
+        if G <= 0 or most == 0:
+            return None
+        device = cls_target[0].device
+        N = min(room_for(most, LEAST_ROOM), limit) if pads else most
+        labels = padded_rows(cls_target, device, N, _PADDING).long().repeat(G, 1)  # [G·B, N], group by group
+        boxes = padded_rows([encode_box(box) for box in box_target], device, N).nan_to_num().repeat(G, 1, 1)
+        boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
+        ids = None
+        if gt_instance_id is not None and self.num_temp_dn_groups > 0:
+            ids = padded_rows(gt_instance_id, device, N, -1).long().repeat(G, 1)
+        scale = to_device(self.dn_noise_scale, device, boxes.dtype)
         anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
         if self.add_neg_dn:
             distance = torch.rand_like(boxes) + 1
@@ -181,9 +190,9 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         dn_labels = by_sample(labels_at(labels, index, _BACKGROUND))
         n = anchors.shape[1]
         is_box = by_sample((labels >= 0).repeat(1, n // N))
-        group = torch.arange(G, device=anchors.device).repeat_interleave(n)
+        group = torch.arange(G, device=device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
-        added = (torch.arange(n, device=anchors.device) % N >= self._most(cls_target)).repeat(G)
+        added = (torch.arange(n, device=device) % N >= most).repeat(G)
         apart = ((group[:, None] != group) | added).fill_diagonal_(False)
         return DenoisingQueries(
             by_sample(anchors),
@@ -193,38 +202,6 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
             None if ids is None else by_sample(labels_at(ids, index, -1)),
         )
-
-    def _most(self, cls_target: Sequence[Tensor]) -> int:
-        """Return the number of boxes of the sample that has most, of which ``max_dn_gt`` count."""
-        most = max(len(labels) for labels in cls_target)
-        return min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
-
-    def _padded_boxes(
-        self,
-        cls_target: Sequence[Tensor],
-        box_target: Sequence[Tensor],
-        gt_instance_id: Sequence[Tensor] | None,
-        pads: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
-        most = self._most(cls_target)
-        if pads:
-            room = room_for(most, LEAST_ROOM)
-            most = min(room, self.max_dn_gt) if self.max_dn_gt > 0 else room
-
-        def padded(values: Sequence[Tensor], filler: int) -> Tensor:
-            rows = [value[:most] for value in values]
-            return torch.stack(
-                [F.pad(row, (0, 0) * (row.dim() - 1) + (0, most - len(row)), value=filler) for row in rows]
-            )
-
-        labels = padded(cls_target, _PADDING).long()
-        boxes = padded([encode_box(box) for box in box_target], 0).nan_to_num()
-        boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
-        ids = None
-        if gt_instance_id is not None:
-            ids = padded(gt_instance_id, -1).long()
-        return labels, boxes, ids
 
     def update_dn(
         self,
@@ -297,18 +274,17 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         Returns:
             Features, anchors and targets by name, [B, T, n, ...] of T groups, or None without temporal groups or ids.
         """
-        if queries.id_target is None:
+        ids = queries.id_target
+        if ids is None:
             return None
-        order = torch.rand(self.num_dn_groups, device=dn_anchor.device).argsort()
+        G = self.num_dn_groups
+        order = torch.rand(G, device=dn_anchor.device).argsort()
         drawn = order[: self.num_temp_dn_groups].sort().values
         values = {
             "dn_instance_feature": dn_instance_feature,
             "dn_anchor": dn_anchor,
             "dn_cls_target": queries.cls_target,
             "valid_mask": queries.valid_mask,
-            "dn_id_target": queries.id_target,
+            "dn_id_target": ids,
         }
-        return {
-            name: _grouped(value.detach(), self.num_dn_groups).index_select(1, drawn)
-            for name, value in values.items()
-        }
+        return {name: _grouped(value.detach(), G).index_select(1, drawn) for name, value in values.items()}

@@ -41,21 +41,23 @@ class LinesL1Cost:
         Raises:
             ValueError: ``gt_lines`` has another number of axes.
         """
-        expected = 3 if self.permute else 2
+        permute = self.permute
+        expected = 3 if permute else 2
         axes = gt_lines.dim()
         if axes != expected + (lines_pred.dim() > 2):
             raise InvalidInputError(
-                f"LinesL1Cost: gt_lines must have {expected} axes with permute={self.permute}, got {axes}; "
+                f"LinesL1Cost: gt_lines must have {expected} axes with permute={permute}, got {axes}; "
                 "for predictions with leading axes it must have one more"
             )
-        flat = gt_lines.flatten(-3, -2) if self.permute else gt_lines
-        if self.beta == 0:
+        flat = gt_lines.flatten(-3, -2) if permute else gt_lines
+        beta = self.beta
+        if beta == 0:
             distance = torch.cdist(lines_pred, flat, p=1)
         else:
             predicted, true = torch.broadcast_tensors(lines_pred.unsqueeze(-2), flat.unsqueeze(-3))
-            distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
+            distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=beta).sum(-1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
-        if not self.permute:
+        if not permute:
             return distance, None
         best = distance.unflatten(-1, gt_lines.shape[-3:-1]).min(-1)
         return best.values, best.indices

@@ -45,13 +45,14 @@ class SparsePoint3DDecoder:
         """
         logits = cls_scores[output_idx]
         best = select_best(logits, num_output=logits.shape[1])
-        points = pts_preds[output_idx].float()
-        points = rows_at(best.query, points)
+        points = rows_at(best.query, pts_preds[output_idx].float())
+        scores = best.score
+        threshold = self.score_threshold
         results = {
             "vectors": points.unflatten(-1, (-1, self.coords_dim)),
-            "scores": best.score,
+            "scores": scores,
             "labels": best.label,
         }
-        if self.score_threshold is not None:
-            results["is_kept"] = best.score >= self.score_threshold
+        if threshold is not None:
+            results["is_kept"] = scores >= threshold
         return results

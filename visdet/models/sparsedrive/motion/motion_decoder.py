@@ -120,9 +120,10 @@ class HierarchicalPlanningDecoder:
         """
         classification = last_of(planning_output, "classification")
         B = classification.shape[0]
-        scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
+        M = self.ego_fut_mode
+        scores = classification.reshape(B, 3, M).clone()
         plans = last_of(planning_output, "prediction")
-        plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)
+        plans = plans.reshape(B, 3, M, self.ego_fut_ts, 2).cumsum(-2)
         given = index_of_command(data)
         chosen = scores[given]
         plan = plans[given]
@@ -195,7 +196,8 @@ def _corner_inside(boxes: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 
     Boxes are given by their centre [..., 2], yaw [...] and size [..., 2].
     """
-    (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
+    centre, yaw, size = boxes
+    other_centre, other_yaw, other_size = others
     signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
     corners = centre[..., None, :] + turned(0.5 * size[..., None, :] * signs, yaw[..., None, None])
     inside = turned(corners - other_centre[..., None, :], -other_yaw[..., None, None])

@@ -38,7 +38,8 @@ def _most_confident(output: dict[str, Any], probability: Tensor, count: int) -> 
     Args:
         output: the raw outputs of a head. probability: [B, N, classes]. count: the greatest number of instances.
     """
-    feature, embed = output["instance_feature"], output["anchor_embed"]
+    feature = output["instance_feature"]
+    embed = output["anchor_embed"]
     _, rows = topk(probability.amax(-1), min(count, feature.shape[1]), feature, embed)
     return rows
 
@@ -112,22 +113,27 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        self.fut_ts, self.fut_mode = fut_ts, fut_mode
-        self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
+        self.fut_ts = fut_ts
+        self.fut_mode = fut_mode
+        self.ego_fut_ts = ego_fut_ts
+        self.ego_fut_mode = ego_fut_mode
         self.embed_dims = embed_dims
-        self.num_det, self.num_map = num_det, num_map
+        self.num_det = num_det
+        self.num_map = num_map
         self.plan_step_s = plan_step_s
-        self.instance_queue = MODELS.build(instance_queue)
-        self.motion_decoder = TASK_UTILS.build(motion_decoder)
-        self.planning_decoder = TASK_UTILS.build(planning_decoder)
+        model_of = MODELS.build
+        part_of = TASK_UTILS.build
+        self.instance_queue = model_of(instance_queue)
+        self.motion_decoder = part_of(motion_decoder)
+        self.planning_decoder = part_of(planning_decoder)
         self.criterion = MotionPlanningLoss(
-            motion_sampler=TASK_UTILS.build(motion_sampler),
-            motion_loss_cls=MODELS.build(motion_loss_cls),
-            motion_loss_reg=MODELS.build(motion_loss_reg),
-            planning_sampler=TASK_UTILS.build(planning_sampler),
-            plan_loss_cls=MODELS.build(plan_loss_cls),
-            plan_loss_reg=MODELS.build(plan_loss_reg),
-            plan_loss_status=MODELS.build(plan_loss_status),
+            motion_sampler=part_of(motion_sampler),
+            motion_loss_cls=model_of(motion_loss_cls),
+            motion_loss_reg=model_of(motion_loss_reg),
+            planning_sampler=part_of(planning_sampler),
+            plan_loss_cls=model_of(plan_loss_cls),
+            plan_loss_reg=model_of(plan_loss_reg),
+            plan_loss_status=model_of(plan_loss_status),
         )
         configs = {
             "temp_gnn": temp_graph_model,
@@ -195,24 +201,29 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             raise InvalidInputError(
                 "MotionPlanningHead: detection must give ids: set its head's with_instance_id"
             )
-        feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
+        feature = det_output["instance_feature"]
+        embed = det_output["anchor_embed"]
         N = feature.shape[1]
-        probability, map_probability = probabilities_of(det_output), probabilities_of(map_output)
+        dtype = feature.dtype
+        probability = probabilities_of(det_output)
+        map_probability = probabilities_of(map_output)
         most_confident = _most_confident(det_output, probability, self.num_det)
         map_feature, map_embed = _most_confident(map_output, map_probability, self.num_map)
         queue = self.instance_queue
         ego_feature, ego_anchor, past, past_anchor, is_absent, state = queue.get(
             state, det_output, feature_maps, mask, anchor_handler
         )
-        ego_feature = ego_feature.to(feature.dtype)
-        ego_embed, past_embed = anchor_encoder(ego_anchor), anchor_encoder(past_anchor)
+        ego_feature = ego_feature.to(dtype)
+        ego_embed = anchor_encoder(ego_anchor)
+        past_embed = anchor_encoder(past_anchor)
         ego_motion = queue.ego_motion_embed(state)
         if ego_motion is not None:
             ego_embed = ego_embed + ego_motion
-        past = past.flatten(0, 1).to(feature.dtype)
+        past = past.flatten(0, 1).to(dtype)
         memory = past, past_embed.flatten(0, 1), self.fc_before(past), is_absent.flatten(0, 1)
         motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
-        feature, embed = torch.cat([feature, ego_feature], 1), torch.cat([embed, ego_embed], 1)
+        feature = torch.cat([feature, ego_feature], 1)
+        embed = torch.cat([embed, ego_embed], 1)
         pairs = zip(most_confident, (ego_feature, ego_embed), strict=True)
         best_feature, best_embed = (torch.cat(pair, 1) for pair in pairs)
         best = best_feature, best_embed, self.fc_before(best_feature)
@@ -226,13 +237,15 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":
                 query = (feature + embed).unsqueeze(2)
-                motion_query, plan_query = motion_modes + query[:, :N], plan_modes + query[:, N:]
+                motion_query = motion_modes + query[:, :N]
+                plan_query = plan_modes + query[:, N:]
                 outputs.append(layer(motion_query, plan_query, feature[:, N:], embed[:, N:]))
             else:
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
         motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
-        if self.plan_step_s is not None:
-            constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]
+        seconds = self.plan_step_s
+        if seconds is not None:
+            constant = seconds * ego_anchor[:, :, None, None, VX : VY + 1]
             plan_reg = [steps + constant for steps in plan_reg]
         state = queue.cache(state, det_output, feature[:, N:], status[-1])
         motion = {
@@ -260,7 +273,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                 [B * N, frames] that is True where it was not there.
         """
         past, past_embed, past_value, is_absent = memory
-        of_each, embed_of_each = feature.flatten(0, 1).unsqueeze(1), embed.flatten(0, 1).unsqueeze(1)
+        of_each = feature.flatten(0, 1).unsqueeze(1)
+        embed_of_each = embed.flatten(0, 1).unsqueeze(1)
         attended = self.attend(
             layer, of_each, embed_of_each, past, past_embed, past_value, key_padding_mask=is_absent
         )

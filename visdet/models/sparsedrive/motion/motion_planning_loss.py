@@ -58,9 +58,10 @@ class MotionPlanningLoss:
     def _motion_losses(
         self, motion: dict[str, Any], truth: tuple[Tensor, Tensor], matched: Assignment
     ) -> dict[str, Tensor]:
-        target, weight = self.motion_sampler.futures(*truth, matched.index[-1])
+        index = matched.index
+        target, weight = self.motion_sampler.futures(*truth, index[-1])
         # Numbers of denoising queries follow those of the layers. They are averages over all processes.
-        num_matched = matched.num_positive[len(matched.index) - 1]
+        num_matched = matched.num_positive[len(index) - 1]
         counts = weight.any(-1).float().flatten()
         steps = target.flatten(0, 1).cumsum(-2)
         weights = weight.flatten(0, 1).unsqueeze(-1)

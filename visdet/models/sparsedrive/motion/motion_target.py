@@ -85,8 +85,9 @@ class PlanningTarget:
         """
         B = len(reg_pred)
         M = self.ego_fut_mode
-        target = gt_reg_target.unsqueeze(1).to(reg_pred.dtype)
-        mask = gt_reg_mask.unsqueeze(1).to(reg_pred.dtype)
+        dtype = reg_pred.dtype
+        target = gt_reg_target.unsqueeze(1).to(dtype)
+        mask = gt_reg_mask.unsqueeze(1).to(dtype)
         given = index_of_command(data)
         cls = cls_pred.reshape(B, 3, 1, M)[given]
         reg = reg_pred.reshape(B, 3, 1, M, self.ego_fut_ts, 2)[given]

@@ -1,5 +1,6 @@
 """When and where the frames of a batch were taken, and what lies between two of them."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,9 +128,9 @@ class FrameClock:
         """
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
         stamps = [sample.get("timestamp") for sample in samples]
-        if None in stamps and "timestamp" not in metas:
-            raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
         if None in stamps:
+            if "timestamp" not in metas:
+                raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
             stamps = torch.as_tensor(metas["timestamp"]).tolist()  # The host may wait for it.
         clock = cls(
             timestamp=tuple(map(float, stamps)),
@@ -143,10 +144,14 @@ class FrameClock:
 
     def since(self, previous: "FrameClock | None") -> FrameStep | None:
         """Return what lies between the frames ``previous`` and these, or None if there are not as many before."""
-        if previous is None or len(previous.timestamp) != len(self.timestamp):
+        if previous is None:
+            return None
+        times = self.timestamp
+        earlier = previous.timestamp
+        if len(earlier) != len(times):
             return None
         return FrameStep(
-            seconds=tuple(now - then for now, then in zip(self.timestamp, previous.timestamp, strict=True)),
+            seconds=tuple(map(operator.sub, times, earlier)),
             previous_to_current=torch.from_numpy(self.from_world.numpy() @ previous.to_world.numpy()),
             same_scene=tuple(
                 now is None or then is None or now == then

@@ -118,24 +118,24 @@ class InstanceBank(ModuleWithAnchors):
             "anchor", anchor, (num_anchor, 11 if num_sample is None else 2 * num_sample)
         )
         anchors = anchors[:num_anchor].flatten(1)  # A polyline becomes one row of numbers.
-        self.num_anchor = len(anchors)
+        num_anchor = len(anchors)
+        self.num_anchor = num_anchor
         self.anchor_init = anchors
-        if num_temp_instances > self.num_anchor:
+        if num_temp_instances > num_anchor:
             raise InvalidInputError(
-                f"InstanceBank: num_temp_instances must be at most the number of anchors {self.num_anchor}, "
+                f"InstanceBank: num_temp_instances must be at most the number of anchors {num_anchor}, "
                 f"got {num_temp_instances}"
             )
         self.anchor = nn.Parameter(anchors.clone(), requires_grad=anchor_grad)
-        self.instance_feature = nn.Parameter(
-            torch.zeros(self.num_anchor, embed_dims), requires_grad=feat_grad
-        )
+        self.instance_feature = nn.Parameter(torch.zeros(num_anchor, embed_dims), requires_grad=feat_grad)
 
     def init_weights(self) -> None:
         """Set the anchors to their initial values, and initialise the features by Xavier if they learn."""
         with torch.no_grad():
             self.anchor.copy_(self.anchor_init)
-        if self.instance_feature.requires_grad:
-            nn.init.xavier_uniform_(self.instance_feature)
+        feature = self.instance_feature
+        if feature.requires_grad:
+            nn.init.xavier_uniform_(feature)
 
     def enter(self, state: InstanceBankState, batch_size: int, step: FrameStep | None) -> InstanceBankState:
         """Return the state with which a frame starts. This is all work on the host that a frame needs.
@@ -146,13 +146,12 @@ class InstanceBank(ModuleWithAnchors):
         """
         cached = state.cached_anchor
         anchor = self.anchor
-        if step is None or cached is None or cached.shape[0] != batch_size or cached.device != anchor.device:
+        device = anchor.device
+        if step is None or cached is None or cached.shape[0] != batch_size or cached.device != device:
             issued = state.prev_id
-            return InstanceBankState(
-                prev_id=issued.to(anchor.device) if isinstance(issued, Tensor) else issued
-            )
+            return InstanceBankState(prev_id=issued.to(device) if isinstance(issued, Tensor) else issued)
         on_device, history = step.entered(
-            self.max_time_interval, self.default_time_interval, anchor.device, anchor.dtype
+            self.max_time_interval, self.default_time_interval, device, anchor.dtype
         )
         return replace(state, mask=on_device.is_continued, history=history, step=on_device)
 
@@ -182,9 +181,10 @@ class InstanceBank(ModuleWithAnchors):
 
         Without an ``anchor_handler`` they are unchanged.
         """
-        if self.anchor_handler is None:
+        handler = self.anchor_handler
+        if handler is None:
             return anchor
-        return self.anchor_handler.anchor_projection(anchor, step.previous_to_current, -step.seconds)
+        return handler.anchor_projection(anchor, step.previous_to_current, -step.seconds)
 
     def update(
         self, state: InstanceBankState, instance_feature: Tensor, anchor: Tensor, confidence: Tensor
@@ -203,10 +203,11 @@ class InstanceBank(ModuleWithAnchors):
         """
         cached_feature: Any = state.cached_feature
         cached_anchor: Any = state.cached_anchor
-        if state.mask is None:
+        mask = state.mask
+        if mask is None:
             return instance_feature, anchor, state
         N = self.num_anchor
-        kept = state.mask[:, None]
+        kept = mask[:, None]
         has_history = kept[..., None]
         _, (feature_kept, anchor_kept) = topk(
             confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
@@ -246,8 +247,9 @@ class InstanceBank(ModuleWithAnchors):
         if state.step is not None:  # ``update`` has not put the cached instances among those of this frame.
             state = replace(state, confidence=None, instance_id=None)
         confidence = confidence_of(confidence)
-        if state.confidence is not None:
-            decayed = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
+        known = state.confidence
+        if known is not None:
+            decayed = torch.maximum(known * self.confidence_decay, confidence[:, :K])
             confidence = torch.cat([decayed, confidence[:, K:]], dim=1)
         best, (feature, anchor) = topk(confidence, K, instance_feature.detach(), anchor.detach())
         return replace(
@@ -283,8 +285,9 @@ class InstanceBank(ModuleWithAnchors):
         if threshold is not None:
             is_new = is_new & (confidence >= threshold)
         count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
-        ids = torch.where(is_new, count.view_as(ids) - 1 + state.prev_id, ids)
-        state = replace(state, prev_id=state.prev_id + count[-1])
+        issued = state.prev_id
+        ids = torch.where(is_new, count.view_as(ids) - 1 + issued, ids)
+        state = replace(state, prev_id=issued + count[-1])
         order: Any = state.temp_confidence
         _, (kept,) = topk(order, K, ids.unsqueeze(-1))
         padded = F.pad(kept.squeeze(-1), (0, self.num_anchor - K), value=-1)

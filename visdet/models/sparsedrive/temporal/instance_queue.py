@@ -142,10 +142,11 @@ class InstanceQueue(BaseModule):
             [B, N + 1, T, D] of the last T frames, where the ego comes last; [B, N + 1, T] bool, True where nothing is
             remembered; the state.
         """
-        if state.step is None or mask is None:
+        step = state.step
+        if step is None or mask is None:
             state = InstanceQueueState()
         else:
-            motion = state.step.previous_to_current
+            motion = step.previous_to_current
 
             def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 return tuple(anchor_handler.anchor_projection(anchor, motion) for anchor in anchors)
@@ -169,19 +170,19 @@ class InstanceQueue(BaseModule):
         anchor = det_output["prediction"][-1].detach()
         features = state.features
         anchors = state.anchors
-        if state.period is None:
+        period = state.period
+        threshold = self.tracking_threshold
+        if period is None:
             period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
         else:
-            instance_id = det_output["instance_id"]
-            match: Tensor = (instance_id[..., None] == state.instance_id[:, None]) & (instance_id >= 0)[
-                ..., None
-            ]
+            own_id = det_output["instance_id"][..., None]
+            match: Tensor = (own_id == state.instance_id[:, None]) & (own_id >= 0)
             match = match & mask[:, None, None]  # [B, N, N before]
-            if self.tracking_threshold > 0:
-                match = match & (state.confidence > self.tracking_threshold)[:, None]
+            if threshold > 0:
+                match = match & (state.confidence > threshold)[:, None]
             features = tuple(_chosen(match, x) for x in features)
             anchors = tuple(_chosen(match, x) for x in anchors)
-            period = (match * state.period[:, None]).sum(2)
+            period = (match * period[:, None]).sum(2)
         return replace(
             state,
             features=self._latest(features, feature),
@@ -208,16 +209,19 @@ class InstanceQueue(BaseModule):
         feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
         batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
-        if state.ego_period is None:
+        period = state.ego_period
+        step = state.step
+        status = state.ego_status
+        if period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
         else:
-            period = torch.where(mask[:, None], state.ego_period, 0)
+            period = torch.where(mask[:, None], period, 0)
         if self.ego_motion_encoder is not None:
-            if state.step is not None:
-                velocity = state.step.velocity.to(anchor.dtype).unsqueeze(1)
+            if step is not None:
+                velocity = step.velocity.to(anchor.dtype).unsqueeze(1)
                 anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
-        elif state.ego_status is not None:
-            speed = state.ego_status[..., _FORWARD_SPEED]
+        elif status is not None:
+            speed = status[..., _FORWARD_SPEED]
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
         state = replace(
             state,
@@ -233,7 +237,8 @@ class InstanceQueue(BaseModule):
         It is None without ``ego_motion_from_poses``. In the first frames of a sequence, zeros stand for the waves of
         what is not known yet.
         """
-        if self.ego_motion_encoder is None:
+        encoder = self.ego_motion_encoder
+        if encoder is None:
             return None
         last = state.ego_anchors[-2:]  # or the only one
         before, velocity = (anchor[..., VX : VY + 1] for anchor in (last[0], last[-1]))
@@ -241,7 +246,7 @@ class InstanceQueue(BaseModule):
             (state.ego_period[..., None] > frames) * _waves(motion, shortest)
             for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
         ]
-        return in_full_precision(self.ego_motion_encoder, torch.cat(waves, -1))
+        return in_full_precision(encoder, torch.cat(waves, -1))
 
     def cache(
         self, state: InstanceQueueState, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor

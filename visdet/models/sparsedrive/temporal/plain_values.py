@@ -33,10 +33,11 @@ def to_plain_values(state: Any) -> Any:
         return {key: to_plain_values(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(to_plain_values(value) for value in state)
-    if is_dataclass(state) and type(state).__name__ in _VALUES:
-        values = {field.name: to_plain_values(getattr(state, field.name)) for field in fields(state)}
-        return {_KIND: type(state).__name__, **values}
-    raise TypeError(f"to_plain_values: a temporal state must not hold a {type(state).__name__}")
+    kind = type(state).__name__
+    if is_dataclass(state) and kind in _VALUES:
+        names = [field.name for field in fields(state)]
+        return {_KIND: kind, **{name: to_plain_values(getattr(state, name)) for name in names}}
+    raise TypeError(f"to_plain_values: a temporal state must not hold a {kind}")
 
 
 def from_plain_values(plain: Any, device: torch.device | str) -> Any:
@@ -55,9 +56,10 @@ def from_plain_values(plain: Any, device: torch.device | str) -> Any:
         return plain
     if _KIND not in plain:
         return {key: from_plain_values(value, device) for key, value in plain.items()}
-    kind = _VALUES.get(plain[_KIND])
+    name = plain[_KIND]
+    kind = _VALUES.get(name)
     if kind is None:
-        raise InvalidInputError(f"from_plain_values: a temporal state holds an unknown {plain[_KIND]!r}")
+        raise InvalidInputError(f"from_plain_values: a temporal state holds an unknown {name!r}")
     host = {member.name for member in fields(kind) if is_on_host(member)}
     return kind(
         **{
