@@ -38,7 +38,8 @@ class CastsNoted(TorchDispatchMode):
 
     def only_cast(self) -> list[Tensor]:
         """Return the tensors that were cast and not used otherwise."""
-        return [self._watched[key] for key in self._watched if key in self._cast - self._used]
+        watched = self._watched
+        return [watched[key] for key in watched if key in self._cast - self._used]
 
 
 class HalfLeaves:
@@ -73,5 +74,6 @@ class HalfLeaves:
 
     def refresh(self) -> None:
         """Copy the parameters."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._sources)
+        copies = self._copies
+        if copies:
+            torch._foreach_copy_(copies, self._sources)

@@ -1,6 +1,7 @@
 """What the CUDA graphs of a model share in memory."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -59,6 +60,12 @@ def host_waits(mode: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def counts_in_words(counts: Counter[str], what: str) -> str:
+    """Return how many there were in all, and how many of each kind."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    return f"{sum(counts.values())} {what}, {kinds}"
 
 
 class GraphMemory:

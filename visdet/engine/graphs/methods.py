@@ -18,7 +18,7 @@ from visdet.execution.tensor_tree import layout_of, map_tensors
 from ..optim.gradients import Gradients
 from ..optim.optim_wrapper import OptimWrapper
 from ..optim.wrappers import unwrapped
-from .memory import GraphMemory, note_owner, why_not_captured
+from .memory import GraphMemory, counts_in_words, note_owner, why_not_captured
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 from .updates import GraphedUpdate
 
@@ -111,13 +111,13 @@ class GraphedMethod(ABC):
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
-        total = sum(self.counts.values())
-        parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
-        held = 0 if self._memory is None else self._memory.reserved_bytes()
-        shapes = f"{len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
-        if any(getattr(graph, "keeps_activations", False) for graph in self._graphs.values()):
+        memory = self._memory
+        graphs = self._graphs
+        held = 0 if memory is None else memory.reserved_bytes()
+        shapes = f"{len(graphs)} shapes hold {held / 2**20:.0f} MiB"
+        if any(getattr(graph, "keeps_activations", False) for graph in graphs.values()):
             shapes += ", activations included that the config would compute again (with_cp, num_cp)"
-        return f"graphs of {self.method}: {total} batches, {', '.join(parts)}; {shapes}"
+        return f"graphs of {self.method}: {counts_in_words(self.counts, 'batches')}; {shapes}"
 
     @abstractmethod
     def _run_without_graphs(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
@@ -142,9 +142,11 @@ class GraphedMethod(ABC):
             batch: the batch. key: its layout and the result of ``_key_of_model``.
             begun: what the step of a captured shape gets besides the batch.
         """
-        if key in self._graphs:
-            self.counts["replayed"] += 1
-            return self._graphs[key](batch, *begun)
+        graphs = self._graphs
+        counts = self.counts
+        if key in graphs:
+            counts["replayed"] += 1
+            return graphs[key](batch, *begun)
         if self._has_failed:
             reason = "after a failed capture"
         elif key not in self._examples:
@@ -152,12 +154,12 @@ class GraphedMethod(ABC):
         elif not self._has_room(key):
             reason = "of more shapes than are kept"
         elif self._capture(key, batch):
-            self.counts["replayed"] += 1
+            counts["replayed"] += 1
             self._say(f"{self.report()}; captured batches of {_shape_of(batch)}")
-            return self._graphs[key](batch)  # The capture may have overwritten what has begun.
+            return graphs[key](batch)  # The capture may have overwritten what has begun.
         else:
             reason = "after a failed capture"
-        self.counts[reason] += 1
+        counts[reason] += 1
         result, self._examples[key] = self._compute_eagerly(batch)
         return result
 
@@ -260,15 +262,16 @@ class GraphedLoss(GraphedMethod):
         return key in self._graphs
 
     def _compute_eagerly(self, batch: Any) -> tuple[tuple[dict[str, Tensor], Any], Any]:
+        model = self.model
         example: list[Any] = []
 
         def assign(outputs: Any, batch: Any) -> Any:
-            assignment = self.model.assign(outputs, batch)
+            assignment = model.assign(outputs, batch)
             example.append(map_tensors(_on_meta_device, assignment))
             return assignment
 
-        losses, outputs = self.model.computed_losses(batch, assign)
-        return (losses, self.model.state_after(outputs, batch)), example[0]
+        losses, outputs = model.computed_losses(batch, assign)
+        return (losses, model.state_after(outputs, batch)), example[0]
 
     def _new_step(self, batch: Any, example: Any, memory: Any) -> GraphedStep:
         return GraphedStep(self.model, batch, example, memory, self.gradients, self._handed_on())
@@ -334,23 +337,24 @@ class GraphedPrediction(GraphedMethod):
         return self.model.predictions_and_state(inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
+        model = self.model
         modes = self._modes()
         if modes != self._last_modes:  # In training mode, a graph changes the statistics of normalisations.
             self._last_features = self._last_key = None
             self._last_modes = modes
         features = self._begun_features(inputs)
         self._last_detections = None
-        batch = self.model.next_prediction_batch(inputs, data_samples, state)
+        batch = model.next_prediction_batch(inputs, data_samples, state)
         detections = self._replayed_at_once(batch, features)
         if detections is None:
             key = layout_of(batch), self._key_of_model()
             detections = self._compute(batch, key, features)
             self._last_key = key if key in self._graphs else None
-        state = self.model.state_after(detections, batch)
+        state = model.state_after(detections, batch)
         # To free all tensors takes the host a tenth of a millisecond. It is done while the GPU has work.
         del batch
         self._last_detections = detections
-        return self.model.with_detections(detections, data_samples), state
+        return model.with_detections(detections, data_samples), state
 
     def _begun_features(self, images: Tensor) -> GraphedFeatures | None:
         """Start the graph of the features of the images and return it, or return None if there is none.

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ..optim.muon import MuonWithAuxAdam
 from ..optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
-from .memory import GraphMemory, host_waits, note_owner, why_not_captured
+from .memory import GraphMemory, counts_in_words, host_waits, note_owner, why_not_captured
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 
@@ -56,8 +56,7 @@ class GraphedUpdate:
 
     def report(self) -> str:
         """Return how many updates were replayed."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
-        return f"graph of update: {sum(self.counts.values())} updates, {counts}"
+        return f"graph of update: {counts_in_words(self.counts, 'updates')}"
 
     def forget_graphs(self) -> None:
         """Forget the graph and its memory."""
@@ -139,6 +138,7 @@ def why_not_a_graph(wrapper: Any) -> str:
     """Return why the updates of a wrapper cannot be a graph, or "" if nothing speaks against it."""
     optimizer = wrapper.optimizer
     kind = type(optimizer)
+    name = kind.__name__
     groups = optimizer.param_groups
     kind_of_wrapper = type(wrapper)
     if kind_of_wrapper not in (OptimWrapper, AmpOptimWrapper):
@@ -147,9 +147,9 @@ def why_not_a_graph(wrapper: Any) -> str:
         kind is SGD or "capturable" in optimizer.defaults
     )
     if not is_known and kind is not MuonWithAuxAdam:
-        return f"{kind.__name__} may compute on the host"
+        return f"{name} may compute on the host"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"hooks of {kind.__name__}.step may change it"
+        return f"hooks of {name}.step may change it"
     if not all(isinstance(group["lr"], int | float) for group in groups):
         return "a learning rate is not a number"
     if not all(parameter.is_cuda for group in groups for parameter in group["params"]):
