@@ -78,10 +78,11 @@ def in_parallel(first: Callable[..., A], second: Callable[..., B], reads: Sequen
     main = torch.cuda.current_stream()
     side = capture.side
     side.wait_stream(main)
-    with torch.cuda.stream(side):
+    on_side = torch.cuda.stream(side)
+    with on_side:
         seen = seen_by_second()
     result = first(*reads)
-    with torch.cuda.stream(side):
+    with on_side:
         side_result = second(*seen)
     main.wait_stream(side)
     # The memory of a tensor goes back to the stream that it was made on. The other stream may not have read it by then.

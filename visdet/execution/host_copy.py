@@ -31,10 +31,10 @@ class HostCopy:
         late = {name: value for name, value in numbers.items() if isinstance(value, Tensor) and value.is_cuda}
         self._late_names = list(late)
         # A number that is on the host already does not pass through the GPU, and keeps its value.
-        self._numbers = dict.fromkeys(numbers, math.nan)
+        self._numbers = on_host = dict.fromkeys(numbers, math.nan)
         for name in numbers.keys() - late:
             value = numbers[name]
-            self._numbers[name] = float(value.item() if isinstance(value, Tensor) else value)
+            on_host[name] = float(value.item() if isinstance(value, Tensor) else value)
         self._arrival = None
         values = list(late.values())
         if values:
@@ -48,10 +48,12 @@ class HostCopy:
 
     def read(self) -> dict[str, float]:
         """Return the numbers by name. This waits until the GPU has computed them."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-            self._numbers.update(zip(self._late_names, self._values.tolist(), strict=True))
-        return self._numbers
+        arrival = self._arrival
+        numbers = self._numbers
+        if arrival is not None:
+            arrival.synchronize()
+            numbers.update(zip(self._late_names, self._values.tolist(), strict=True))
+        return numbers
 
 
 class ArrivingSamples:
@@ -70,6 +72,7 @@ class ArrivingSamples:
 
     def read(self) -> list[Any]:
         """Return the samples. This waits until the GPU has computed them."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        arrival = self._arrival
+        if arrival is not None:
+            arrival.synchronize()
         return self._samples

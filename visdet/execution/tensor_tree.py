@@ -75,9 +75,10 @@ def layout_of(tree: Any) -> Hashable:
         return tuple(tree.shape), tree.dtype, tree.device
     if isinstance(tree, dict):
         return tuple((name, layout_of(value)) for name, value in tree.items())
+    kind = type(tree)
     if isinstance(tree, (list, tuple)):
-        return (type(tree), *(layout_of(value) for value in tree))
+        return (kind, *(layout_of(value) for value in tree))
     if is_dataclass(tree) and not isinstance(tree, type):
         names = [member.name for member in fields(tree) if not is_on_host(member)]
-        return (type(tree), *(layout_of(getattr(tree, name)) for name in names))
+        return (kind, *(layout_of(getattr(tree, name)) for name in names))
     return tree

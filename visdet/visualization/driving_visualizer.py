@@ -51,6 +51,7 @@ class DrivingVisualizer(SampleVisualizer):
                 name, of boxes and of lines.
         """
         sample = data_sample.detach().cpu()
+        get = sample.get
         views = list(map(as_bytes, image))
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
@@ -65,11 +66,11 @@ class DrivingVisualizer(SampleVisualizer):
         picture = draw_frame(
             views,
             sample.projection_mat.numpy(),
-            sample.get("cam_names", list(map(str, range(len(views))))),
+            get("cam_names", list(map(str, range(len(views))))),
             classes,
             prediction,
             scene_of_truth(sample) if draw_gt or prediction is None else None,
             self.reach_m,
-            title=str(sample.get("token", "")),
+            title=str(get("token", "")),
         )
         return [picture]

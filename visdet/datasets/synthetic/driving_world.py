@@ -79,7 +79,8 @@ class Road:
 
     def strip(self, right: float, left: float, start: float, stop: float) -> np.ndarray:
         """Return the outline [n, 2] of the ground between two offsets and two stations."""
-        return np.concatenate([self.line(right, start, stop), self.line(left, stop, start)])
+        line = self.line
+        return np.concatenate([line(right, start, stop), line(left, stop, start)])
 
 
 @dataclass

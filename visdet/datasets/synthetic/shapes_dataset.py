@@ -37,6 +37,7 @@ class ShapesDataset(CocoDataset):
 
     def full_init(self) -> None:
         if not self._fully_initialized:
-            make_shapes(self.data_root, **self._generator)
-            claim_folder(self, self.data_root)
+            folder = self.data_root
+            make_shapes(folder, **self._generator)
+            claim_folder(self, folder)
         super().full_init()

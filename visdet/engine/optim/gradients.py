@@ -79,7 +79,8 @@ class Gradients:
         return blocks[key]
 
     def _place(self, parameter: Tensor) -> int:
-        return self._position.get(id(parameter), len(self._position))
+        position = self._position
+        return position.get(id(parameter), len(position))
 
     def attach(self, block: GradientBlock) -> None:
         """Let the gradients of a block's parameters lie in it, and forget those of others that lay in another one."""

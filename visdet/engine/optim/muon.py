@@ -133,7 +133,8 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     """
     x = matrices.float()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    wide = x.shape[1] <= x.shape[2]
+    _, rows, columns = x.shape
+    wide = rows <= columns
     x = x if wide else x.mT
     a, b, c = _ITERATION
     for _ in range(steps):

@@ -83,10 +83,11 @@ class OptimWrapper(_OptimWrapper):
         """Average the gradients over the processes if that is due, clip them and update the parameters."""
         if self.averages_gradients:
             self._average_gradients()
-        if self.replay is None or step_args:
+        replay = self.replay
+        if replay is None or step_args:
             self.update(**step_args)
         else:
-            self.replay(self)
+            replay(self)
 
     def update(self, **step_args: Any) -> None:
         """Clip the gradients and update the parameters."""

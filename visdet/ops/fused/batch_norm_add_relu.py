@@ -90,10 +90,11 @@ def batch_norm_add_relu(
 
 def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) -> bool:
     """Return whether the kernels compute what torch's operators would."""
+    C = input.shape[1]
     return (
         has_kernel("batch_norm_add_relu", input)
-        and input.shape[1] % _PACK == 0
-        and input.numel() > input.shape[1]
+        and C % _PACK == 0
+        and input.numel() > C
         and input.is_contiguous(memory_format=torch.channels_last)
         and (residual is None or residual.dtype == input.dtype)
         and (channels[2] is None) == (channels[3] is None)

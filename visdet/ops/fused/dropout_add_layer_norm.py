@@ -96,11 +96,12 @@ def dropout_add_layer_norm(
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Return whether the kernels compute what torch's operators would."""
     dtype = input.dtype
+    C = len(weight)
     return (
         has_kernel("dropout_add_layer_norm", input)
         and weight.dtype == bias.dtype == torch.float32
-        and len(weight) % _PACK == 0
-        and len(weight) <= _MAX_CHANNELS
+        and C % _PACK == 0
+        and C <= _MAX_CHANNELS
         and (residual is None or residual.dtype in (torch.float32, dtype))
         # torch would refuse float32 weights for 16-bit input.
         and (dtype == torch.float32 or torch.is_autocast_enabled("cuda"))
