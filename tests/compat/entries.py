@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
@@ -24,8 +25,8 @@ def check_entries(function, inputs, forward, backward):
     values = [tensor.detach() for tensor in inputs]
     out, outs = torch.zeros_like(expected), [torch.zeros_like(tensor) for tensor in values]
     forward(*values, out)
-    torch.testing.assert_close(out, expected.detach())
+    assert_close(out, expected.detach())
     backward(grad, *values, *outs)
-    torch.testing.assert_close(outs, grads)
+    assert_close(outs, grads)
     with pytest.raises(ValueError, match=r"_(ext|C)\.\w+: \w+ must be \["):
         forward(*values, out[:0])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet import ops
 from visdet.compat import aggregation_ext
@@ -53,11 +54,11 @@ def test_both_layouts_and_their_gradients(device, dtype, has_depth, is_apart):
     grads = [torch.zeros_like(tensor) for tensor in (features, locations, weights)]
     assert getattr(aggregation_ext, f"{name}_backward")(*call, torch.ones_like(out), *grads) is None
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(out.cpu().double(), wanted.detach(), rtol=tolerance, atol=tolerance)
+    assert_close(out.cpu().double(), wanted.detach(), rtol=tolerance, atol=tolerance)
     for found, grad in zip(grads, wanted_grads, strict=True):
         scale = tolerance * float(grad.abs().max())
         found = found.cpu().double().view(grad.shape)
-        torch.testing.assert_close(found, grad, rtol=tolerance, atol=scale)
+        assert_close(found, grad, rtol=tolerance, atol=scale)
 
 
 def test_features_are_not_copied(monkeypatch):

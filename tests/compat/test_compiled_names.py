@@ -7,6 +7,7 @@ import torch
 from entries import check_entries, device, leaf  # noqa: F401
 from programs import run_python
 from torch.nn.functional import grid_sample
+from torch.testing import assert_close
 from torch.utils import cpp_extension
 
 from visdet import ops
@@ -122,7 +123,7 @@ def test_regions(provide):
     grad = torch.randn_like(expected)
     assert torch.equal(ext.forward_v2(features, rois, 0.5, 2, 2, 2, True), expected)
     found = ext.backward_v2(grad, rois, 0.5, 2, 2, *features.shape, 2, True)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, features, grad)[0])
+    assert_close(found, torch.autograd.grad(expected, features, grad)[0])
     pool, argmax = provide("roi_pool_ext"), torch.zeros(3, 3, 2, 2, dtype=torch.int32)
     check_entries(
         lambda x: ops.roi_pool(x, rois, 2, 0.5),
@@ -139,12 +140,12 @@ def test_the_focal_loss(provide):
     assert torch.equal(ext.forward(logits, target, 3, 2.0, 0.25), expected)
     grad = torch.randn_like(expected)
     found = ext.backward(logits, target, grad, 3, 2.0, 0.25)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, logits, grad, retain_graph=True)[0])
+    assert_close(found, torch.autograd.grad(expected, logits, grad, retain_graph=True)[0])
     ext, weight, out = provide("e2e_sigmoid_focal_loss_ext"), torch.zeros(0), torch.zeros_like(expected)
     ext.sigmoid_focal_loss_forward_cuda(logits, target, weight, out, gamma=2.0, alpha=0.25)
     assert torch.equal(out, expected)
     ext.sigmoid_focal_loss_backward_cuda(logits, target, weight, out, gamma=2.0, alpha=0.25)
-    torch.testing.assert_close(out, torch.autograd.grad(expected.sum(), logits)[0])
+    assert_close(out, torch.autograd.grad(expected.sum(), logits)[0])
 
 
 @pytest.mark.parametrize("name", ["carafe_ext", "carafe_naive_ext"])
@@ -173,7 +174,7 @@ def test_corner_pooling(provide, mode):
     grad = torch.randn_like(expected)
     assert torch.equal(getattr(ext, f"{mode}_pool_forward")(x), expected)
     found = getattr(ext, f"{mode}_pool_backward")(x, grad)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, x, grad)[0])
+    assert_close(found, torch.autograd.grad(expected, x, grad)[0])
 
 
 def test_masked_convolution_and_deformable_convolution(provide):
@@ -190,7 +191,7 @@ def test_masked_convolution_and_deformable_convolution(provide):
     x, offset, weight = torch.randn(1, 2, 5, 4), torch.randn(1, 18, 5, 4), torch.randn(3, 2, 3, 3)
     out, settings = torch.zeros(1, 3, 5, 4), (3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 64)
     ext.deform_conv_forward(x, weight, offset, out, torch.zeros(0), torch.zeros(0), *settings)
-    torch.testing.assert_close(out, ops.deform_conv2d(x, offset, weight, 1, 1))
+    assert_close(out, ops.deform_conv2d(x, offset, weight, 1, 1))
 
 
 def test_rays_through_occupancy(provide):
@@ -210,7 +211,7 @@ def test_rays_through_occupancy(provide):
         assert torch.equal(distances, expected) and torch.equal(lengths[0], torch.tensor([4, 5.5, 3.5, -1]))
         error = expected.detach() - lengths
         slope = {"l1": error.sign(), "l2": error, "absrel": error.sign() / lengths}[loss]
-        torch.testing.assert_close(gradient, torch.autograd.grad(expected, leaf, slope)[0])
+        assert_close(gradient, torch.autograd.grad(expected, leaf, slope)[0])
     with pytest.raises(ValueError, match=r"dvr\.render: loss_name must be .*, got 'mse'"):
         dvr.render(occupancy, *rays, "mse")
     with pytest.raises(ValueError, match=r"dvr\.render_forward: phase_name must be .*, got 'val'"):

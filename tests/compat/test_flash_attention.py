@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet.compat import extensions
 from visdet.compat import flash_attention as flash
@@ -56,14 +57,14 @@ def test_sequences_of_several_lengths(function, lengths, causal, dtype, device):
     parts = zip(wide[0].split(lengths[0]), *(x.split(lengths[1]) for x in wide[1:]), strict=True)
     expected = torch.cat([written_out(*part, 0.3, causal, function.startswith("varlen")) for part in parts])
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
     grad = torch.randn_like(expected)
     found, wanted = (
         torch.autograd.grad(out, (q, k, v), grad.to(out)),
         torch.autograd.grad(expected, wide, grad),
     )
     margins = dict(atol=4 * tolerance, rtol=4 * tolerance, check_dtype=False, check_device=False)
-    torch.testing.assert_close(found, wanted, **margins)
+    assert_close(found, wanted, **margins)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -84,7 +85,7 @@ def test_dense_and_packed_forms_agree(causal):
         flash.flash_attn_varlen_qkvpacked_func(flat, table, 5, **named).unflatten(0, (2, 5)),
         flash.flash_attn_unpadded_qkvpacked_func(flat, table, 5, 0.0, None, causal).unflatten(0, (2, 5)),
     ):
-        torch.testing.assert_close(out, expected)
+        assert_close(out, expected)
 
 
 def test_dropout_keeps_the_mean_and_follows_the_seed(device):
@@ -95,7 +96,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed(device):
     torch.manual_seed(3)
     first, again = drawn(), drawn()
     torch.manual_seed(3)
-    torch.testing.assert_close(first, drawn())
+    assert_close(first, drawn())
     assert not torch.equal(first, again)
     # A weight is 1 / 4000 with probability 0.75, divided by 0.75, so that the sum of 4000 has this deviation.
     assert abs(first.mean() - 1) < 1e-3 and abs(first[..., 0].std() - (0.25 / 0.75 / 4000) ** 0.5) < 5e-4
@@ -108,8 +109,8 @@ def test_padding_is_dropped_and_restored(mask_dtype):
     tokens, indices, begin, longest = unpad_input(x, mask)
     assert indices.tolist() == [0, 2, 3, 8, 9] and begin.tolist() == [0, 3, 3, 5] and longest == 3
     assert begin.dtype == torch.int32 and tokens.shape == (5, 5)
-    torch.testing.assert_close(tokens, index_first_axis(x.flatten(0, 1), indices))
-    torch.testing.assert_close(pad_input(tokens, indices, 3, 4), x * mask[..., None])
+    assert_close(tokens, index_first_axis(x.flatten(0, 1), indices))
+    assert_close(pad_input(tokens, indices, 3, 4), x * mask[..., None])
     assert torch.autograd.gradcheck(lambda y: pad_input(unpad_input(y, mask)[0], indices, 3, 4), x)
     *_, used = unpad_input(x, mask, (mask == 0).to(mask_dtype))
     assert used.tolist() == [3, 0, 2]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from entries import check_entries, device, leaf  # noqa: F401
+from torch.testing import assert_close
 
 from visdet import ops
 from visdet.compat import mmcv_ext as ext
@@ -295,8 +296,8 @@ def test_focal_losses(name, weighted):
     settings = dict(gamma=2.0, alpha=0.25)
     getattr(ext, f"{name}_focal_loss_forward")(given, target, weight, out, **settings)
     getattr(ext, f"{name}_focal_loss_backward")(given, target, weight, *buffer, grad, **settings)
-    torch.testing.assert_close(out, expected.detach())
-    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
+    assert_close(out, expected.detach())
+    assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
 
 
 @on_each_device
@@ -307,14 +308,14 @@ def test_ms_deform_attn():
     expected = ops.ms_deform_attn_reference(value, shapes, starts, locations, weights)
     given, found = [one.detach() for one in leaves], [torch.zeros_like(one) for one in leaves]
     arguments = given[0], shapes, starts, *given[1:]
-    torch.testing.assert_close(ext.ms_deform_attn_forward(*arguments, im2col_step=64), expected.detach())
+    assert_close(ext.ms_deform_attn_forward(*arguments, im2col_step=64), expected.detach())
     ext.ms_deform_attn_backward(*arguments, torch.ones_like(expected), *found, im2col_step=64)
     wanted = torch.autograd.grad(expected.sum(), leaves)
-    torch.testing.assert_close(found, list(wanted))
+    assert_close(found, list(wanted))
     # The extension of Deformable DETR returns what mmcv's writes.
-    torch.testing.assert_close(msda_ext.ms_deform_attn_forward(*arguments, 64), expected.detach())
+    assert_close(msda_ext.ms_deform_attn_forward(*arguments, 64), expected.detach())
     given_back = msda_ext.ms_deform_attn_backward(*arguments, torch.ones_like(expected), 64)
-    torch.testing.assert_close(list(given_back), list(wanted))
+    assert_close(list(given_back), list(wanted))
 
 
 BOXES = [
@@ -332,7 +333,7 @@ def test_entries_over_boxes():
     assert ext.nms(boxes, scores, iou_threshold=0.5, offset=0).tolist() == [0, 1, 3]
     ious = torch.zeros(4, 4)
     ext.bbox_overlaps(boxes, boxes, ious, mode=0, aligned=False, offset=0)
-    torch.testing.assert_close(ious[0], torch.tensor([1, 1 / 3, 0.9, 0]))
+    assert_close(ious[0], torch.tensor([1, 1 / 3, 0.9, 0]))
     iofs = torch.zeros(4)
     ext.bbox_overlaps(boxes, boxes.flip(0), iofs, mode=1, aligned=True, offset=1)
     assert iofs.tolist() == pytest.approx([0, 6 * 10 / (11 * 11), 6 * 10 / (11 * 10), 0])

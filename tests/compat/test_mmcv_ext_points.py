@@ -3,6 +3,7 @@
 import pytest
 import torch
 from entries import device, leaf  # noqa: F401
+from torch.testing import assert_close
 
 from visdet import ops
 from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, gaussian_sq_ext, mmcv_ext
@@ -24,7 +25,7 @@ def test_neighbours():
     mmcv_ext.knn_forward(points, centers, index, squared, b=2, n=9, m=4, nsample=3)
     assert torch.equal(index, point_neighbours.knn(3, points, centers)[0])
     mmcv_ext.three_nn_forward(centers, points, squared, index, b=2, n=4, m=9)
-    torch.testing.assert_close(squared.sqrt(), point_neighbours.three_nn(centers, points)[0])
+    assert_close(squared.sqrt(), point_neighbours.three_nn(centers, points)[0])
     mmcv_ext.knn_forward(points[:, :1], centers, index, squared, b=2, n=1, m=4, nsample=3)
     assert (squared[:, :, 1:] == 1e10).all() and (index == 0).all()
     samples = torch.zeros(2, 5).int()
@@ -47,7 +48,7 @@ def test_three_nn_of_points_with_the_number_of_their_image():
             assert index[0, n].tolist() == [0, 0, 0] and (squared[0, n] == 1e10).all()
         else:
             assert index[0, n].tolist() == expected.indices[:3].tolist()
-            torch.testing.assert_close(squared[0, n], expected.values[:3])
+            assert_close(squared[0, n], expected.values[:3])
 
 
 def test_boxes():
@@ -71,8 +72,8 @@ def test_roiaware_pooling(mode):
     number = ("max", "avg").index(mode)
     mmcv_ext.roiaware_pool3d_forward(boxes, points, features.detach(), argmax, collected, pooled, number)
     mmcv_ext.roiaware_pool3d_backward(collected, argmax, grad, grad_features, pool_method=number)
-    torch.testing.assert_close(pooled, expected.detach())
-    torch.testing.assert_close(grad_features, torch.autograd.grad(expected, features, grad)[0])
+    assert_close(pooled, expected.detach())
+    assert_close(grad_features, torch.autograd.grad(expected, features, grad)[0])
 
 
 def test_the_first_point_with_the_largest_feature_has_the_gradient():
@@ -85,7 +86,7 @@ def test_the_first_point_with_the_largest_feature_has_the_gradient():
     mmcv_ext.dynamic_point_to_voxel_backward(grad, *arguments)
     assert grad.tolist() == [[0, 4], [2, 0], [0, 0], [0, 0]]
     mmcv_ext.dynamic_point_to_voxel_backward(grad, *arguments[:-1], "mean")
-    torch.testing.assert_close(grad, torch.tensor([[2 / 3, 4 / 3]] * 3 + [[0, 0]]))
+    assert_close(grad, torch.tensor([[2 / 3, 4 / 3]] * 3 + [[0, 0]]))
 
 
 def test_hard_voxelize_writes_the_first_rows():
@@ -123,15 +124,13 @@ def test_synchronised_batch_normalisation_is_batch_norm():
         mmcv_ext.sync_bn_forward_var(x, mean, var)
         rest = dict(eps=1e-5, momentum=0.1, group_size=1)
         mmcv_ext.sync_bn_forward_output(x, mean, var, weight, bias, *moving, norm, std, out, **rest)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(list(moving), expected_moving)
+        assert_close(out, expected)
+        assert_close(list(moving), expected_moving)
         grad = torch.randn_like(out)
         grads = torch.zeros(4), torch.zeros(4), torch.zeros_like(out)
         mmcv_ext.sync_bn_backward_param(grad, norm, *grads[:2])
         mmcv_ext.sync_bn_backward_data(grad, weight, *grads[:2], norm, std, grads[2])
-    torch.testing.assert_close(
-        grads, torch.autograd.grad(expected, (weight, bias, x), grad), atol=1e-5, rtol=1e-4
-    )
+    assert_close(grads, torch.autograd.grad(expected, (weight, bias, x), grad), atol=1e-5, rtol=1e-4)
 
 
 def test_birds_eye_views():
@@ -152,8 +151,8 @@ def test_birds_eye_views():
     grads = torch.zeros_like(depth), torch.zeros_like(features)
     bev_ext.bev_pool_v2_backward(torch.ones_like(out), *grads, depth, features, *ranks, None, None)
     # The sum of the result is bilinear in both inputs.
-    torch.testing.assert_close((grads[0] * depth).sum(), out.sum())
-    torch.testing.assert_close((grads[1] * features).sum(), out.sum())
+    assert_close((grads[0] * depth).sum(), out.sum())
+    assert_close((grads[1] * features).sum(), out.sum())
 
 
 def test_voxel_pooling_notes_the_places_of_the_points():
@@ -163,7 +162,7 @@ def test_voxel_pooling_notes_the_places_of_the_points():
     bev_ext.voxel_pooling_train_forward_wrapper(2, 3, 4, 3, 2, 1, places, features, out, memo)
     assert memo.tolist() == [[[0, 1, 0], [0, 0, 2], [-1] * 3], [[1, 1, 1], [-1] * 3, [1, 1, 1]]]
     assert torch.equal(out[0, 1, 0], features[0, 0])
-    torch.testing.assert_close(out[1, 1, 1], features[1, 0] + features[1, 2])
+    assert_close(out[1, 1, 1], features[1, 0] + features[1, 2])
     cameras = torch.randint(-1, 3, (1, 2, 3, 2, 2, 3)).int()
     depth, context, out = torch.rand(2, 3, 2, 2), torch.rand(2, 4, 2, 2), torch.zeros(1, 2, 3, 4)
     bev_ext.voxel_pooling_inference_forward_wrapper(1, 2, 3, 2, 2, 4, 3, 2, 2, cameras, depth, context, out)
@@ -171,7 +170,7 @@ def test_voxel_pooling_notes_the_places_of_the_points():
     expected = torch.zeros_like(out)
     rest = expected, torch.zeros(1, 24, 3).int()
     bev_ext.voxel_pooling_forward_wrapper(1, 24, 4, 3, 2, 2, cameras.view(1, 24, 3), products, *rest)
-    torch.testing.assert_close(out, expected)
+    assert_close(out, expected)
 
 
 def radii_and_centers():
@@ -194,12 +193,12 @@ def test_local_aggregate(operator, ext):
     with torch.no_grad():
         count, *found = ext.local_aggregate(*arguments)
     results, kept, probability = found[: len(expected)], found[-3:], found[len(expected) : -3]
-    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    assert_close(results, expected, rtol=0, atol=0)
     grads = [torch.randn_like(one) for one in expected]
     results = results if probability else []
     kept += 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
     given = ext.local_aggregate_backward(*kept, *results, *probability, *grads)
-    torch.testing.assert_close(list(given), list(torch.autograd.grad(expected, inputs, grads)))
+    assert_close(list(given), list(torch.autograd.grad(expected, inputs, grads)))
 
 
 def test_local_aggregate_of_superquadrics():
@@ -218,7 +217,7 @@ def test_local_aggregate_of_superquadrics():
     expected = ops.local_aggregate_prob_sq(*arguments)
     grads = [torch.randn_like(one) for one in expected]
     count, *found = gaussian_sq_ext.local_aggregate(*arguments)
-    torch.testing.assert_close(found[:3], expected, rtol=0, atol=0)
+    assert_close(found[:3], expected, rtol=0, atol=0)
     kept = *found[4:], 2, 2, 2, count, means, points, voxels, scales, rotations, opacities, u, v, semantics
     given = gaussian_sq_ext.local_aggregate_backward(*kept, *found[:4], *grads)
-    torch.testing.assert_close(given, torch.autograd.grad(expected, inputs, grads))
+    assert_close(given, torch.autograd.grad(expected, inputs, grads))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from entries import device  # noqa: F401
+from torch.testing import assert_close
 
 from visdet import ops
 from visdet.compat import mmcv_ext
@@ -24,7 +25,7 @@ def test_boxes_of_all_pixels_may_stand_in_one_row():
     features, boxes = uniform(2, 3, 4, 5), uniform(2, 4, 5, 5, scale=9)
     output = torch.zeros_like(features)
     mmcv_ext.rotated_feature_align_forward(features, boxes.view(40, 5), output, spatial_scale=0.5, points=1)
-    torch.testing.assert_close(output, ops.rotated_feature_align(features, boxes, 0.5, 1))
+    assert_close(output, ops.rotated_feature_align(features, boxes, 0.5, 1))
 
 
 def test_point_sets():
@@ -35,9 +36,9 @@ def test_point_sets():
     mmcv_ext.convex_iou(points, polygons, ious)
     mmcv_ext.min_area_polygons(points, boxes)
     mmcv_ext.points_in_polygons_forward(points[:, :2], polygons, inside)
-    torch.testing.assert_close(output.double(), torch.cat([gradient, giou[:, None]], 1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ious, ops.convex_iou(points, polygons).float())
-    torch.testing.assert_close(boxes, ops.min_area_polygons(points).float())
+    assert_close(output.double(), torch.cat([gradient, giou[:, None]], 1), rtol=1e-5, atol=1e-6)
+    assert_close(ious, ops.convex_iou(points, polygons).float())
+    assert_close(boxes, ops.min_area_polygons(points).float())
     assert torch.equal(inside, ops.points_in_polygons(points[:, :2], polygons))
 
 
@@ -50,11 +51,11 @@ def test_chamfer_distance():
     mmcv_ext.chamfer_distance_forward(one.detach(), other.detach(), *outputs)
     found = [torch.zeros_like(one), torch.zeros_like(other)]
     mmcv_ext.chamfer_distance_backward(one.detach(), other.detach(), *outputs[2:], *grads, *found)
-    torch.testing.assert_close(outputs, [t.detach() for t in expected])
-    torch.testing.assert_close(found, list(wanted))
+    assert_close(outputs, [t.detach() for t in expected])
+    assert_close(found, list(wanted))
     found = [torch.zeros_like(one), torch.zeros_like(other)]
     SERVED["chamfer_2d.chamfer_2d"]["backward"](one.detach(), other.detach(), *found, *grads, *outputs[2:])
-    torch.testing.assert_close(found, list(wanted))
+    assert_close(found, list(wanted))
 
 
 def test_vertices_are_sorted():

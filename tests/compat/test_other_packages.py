@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from peers import peer
+from torch.testing import assert_close
 
 from visdet import compat
 from visdet.compat import _bridge
@@ -98,11 +99,11 @@ def test_outputs_and_gradients_are_those_of_stock(bridge, coordinates):
     bridge.install()
     assert bridge.reached
     found, found_grads = output_and_gradients(layer, call)
-    torch.testing.assert_close(found, output, rtol=1e-4, atol=1e-4)
+    assert_close(found, output, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found, output)  # it is another computation
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for key, grad in grads.items():
-        torch.testing.assert_close(found_grads[key], grad, rtol=1e-4, atol=1e-4 * largest)
+        assert_close(found_grads[key], grad, rtol=1e-4, atol=1e-4 * largest)
     bridge.uninstall()
     assert torch.equal(output_and_gradients(layer, call)[0], output)
 

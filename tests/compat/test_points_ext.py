@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from entries import check_entries, device, leaf  # noqa: F401
+from torch.testing import assert_close
 
 from visdet import ops
 from visdet.compat import detectron2_ext, points_ext
@@ -27,7 +28,7 @@ def test_neighbours_of_batches():
     distances, wanted = ops.three_nn(centers, points)
     found, index = torch.zeros(B, M, 3), torch.zeros(B, M, 3).int()
     FUNCTIONS["interpolate_ext"]["three_nn_wrapper"](B, M, N, centers, points, found, index)
-    torch.testing.assert_close(found.sqrt(), distances)
+    assert_close(found.sqrt(), distances)
     assert torch.equal(index, wanted)
     FUNCTIONS["knn_ext"]["knn_wrapper"](B, N, M, 3, points, centers, index.zero_(), found.zero_())
     assert torch.equal(index, wanted)
@@ -55,11 +56,11 @@ def test_stacked_clouds():
     assert torch.equal(sampled, torch.cat([first, second + 4]))
     features, weight, out = torch.rand(N, C), torch.rand(M, 3), torch.zeros(M, C)
     ext["three_interpolate_wrapper"](features, index, weight, out)
-    torch.testing.assert_close(out, torch.einsum("mkc,mk->mc", features[index.long()], weight))
+    assert_close(out, torch.einsum("mkc,mk->mc", features[index.long()], weight))
     grad = torch.zeros(N, C)
     ext["three_interpolate_grad_wrapper"](torch.ones(M, C), index, weight, grad)
     expected = torch.zeros(N).index_add(0, index.long().flatten(), weight.flatten())
-    torch.testing.assert_close(grad, expected[:, None].expand(N, C))
+    assert_close(grad, expected[:, None].expand(N, C))
 
 
 GATHERED = {  # for each function and its gradient, their extensions: the operator, the shape of indices, leading sizes
@@ -83,10 +84,10 @@ def test_chosen_features_and_their_gradients(name):
         ext = FUNCTIONS[extension]
         ext[f"{name}_wrapper"](*sizes, features.detach(), index, *weights, out)
         ext[f"{name}_grad_wrapper"](*sizes, grad, index, *weights, found)
-        torch.testing.assert_close([out, found], [expected.detach(), wanted])
+        assert_close([out, found], [expected.detach(), wanted])
     ext = FUNCTIONS["pointnet2_ops._ext"]
-    torch.testing.assert_close(ext[name](features.detach(), index, *weights), expected.detach())
-    torch.testing.assert_close(ext[f"{name}_grad"](grad, index, *weights, N), wanted)
+    assert_close(ext[name](features.detach(), index, *weights), expected.detach())
+    assert_close(ext[f"{name}_grad"](grad, index, *weights, N), wanted)
 
 
 BOXES = [((0.0, 0.0), (4.0, 1.0), 0.5), ((0.5, 0.5), (3.0, 1.5), 1.2), ((-1.0, 0.3), (2.0, 2.0), -0.4)]
@@ -101,7 +102,7 @@ def test_boxes_seen_from_above(name, given):
     for function, expected in (("boxes_overlap_bev_gpu", area), ("boxes_iou_bev_gpu", iou)):
         out = torch.zeros(3, 3)
         ext[function](boxes, boxes, out)
-        torch.testing.assert_close(out, expected)
+        assert_close(out, expected)
     more = torch.cat([boxes, boxes[:1]])
     keep = torch.full((4,), -1, device="cpu")
     assert ext["nms_gpu"](more, keep, 0.9, *([0] if name == "iou3d_cuda" else [])) == 3
@@ -109,7 +110,7 @@ def test_boxes_seen_from_above(name, given):
     if name == "iou3d_nms_cuda":
         paired = torch.zeros(3, 1)
         ext["boxes_aligned_overlap_bev_gpu"](boxes, boxes.roll(1, 0), paired)
-        torch.testing.assert_close(paired[:, 0], area[range(3), [2, 0, 1]])
+        assert_close(paired[:, 0], area[range(3), [2, 0, 1]])
 
 
 @pytest.mark.parametrize("name", ["roiaware_pool3d_cuda", "roiaware_pool3d_ext"])
@@ -135,7 +136,7 @@ def test_points_in_boxes(name):
         ext["forward"](boxes, points, features, argmax, collected, pooled, mode)
         wanted = [features[one] for one in member]
         wanted = [one.amax(0) if expected == "max" else one.mean(0) for one in wanted]
-        torch.testing.assert_close(pooled.view(3, C), torch.stack(wanted))
+        assert_close(pooled.view(3, C), torch.stack(wanted))
 
 
 def test_sparse_convolution_and_scores():
@@ -148,7 +149,7 @@ def test_sparse_convolution_and_scores():
     dense[0, :, indices[:, 1].long(), indices[:, 2].long()] = features.T
     expected = F.conv2d(dense, filters.permute(3, 2, 0, 1), padding=1)[0, :, [1, 1], [1, 2]].T
     found = ext["indice_conv_fp32"](features, filters, pairs[1], pairs[2], 2, 0, 1)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("levels", [4, 5])
@@ -166,10 +167,10 @@ def test_samples_of_views(levels):
     wanted = torch.autograd.grad(expected, [*maps, at, weights], grad)
     ext, name = FUNCTIONS["_msmv_sampling_cuda"], f"_ms_deform_attn_cuda_c{'23456'[:levels]}"
     given = [one.detach() for one in (*maps, at, weights)]
-    torch.testing.assert_close(ext[f"{name}_forward"](*given), expected.detach())
+    assert_close(ext[f"{name}_forward"](*given), expected.detach())
     found = list(ext[f"{name}_backward"](grad, *given))
     found[-2][..., 2] = wanted[-2][..., 2]  # The view is rounded and has no gradient.
-    torch.testing.assert_close(found, list(wanted))
+    assert_close(found, list(wanted))
 
 
 def test_chamfer_distance_of_three_dimensions():
@@ -178,10 +179,10 @@ def test_chamfer_distance_of_three_dimensions():
     expected = apart.amin(2), apart.amin(1)
     ext = FUNCTIONS["chamfer"]
     *found, index1, index2 = ext["forward"](one.detach(), other.detach())
-    torch.testing.assert_close(found, [tensor.detach() for tensor in expected])
+    assert_close(found, [tensor.detach() for tensor in expected])
     grads = torch.rand(B, 5), torch.rand(B, 7)
     wanted = torch.autograd.grad(expected, [one, other], grads)
-    torch.testing.assert_close(
+    assert_close(
         ext["backward"](one.detach(), other.detach(), index1, index2, *grads), wanted, rtol=1e-4, atol=1e-5
     )
 
@@ -189,7 +190,7 @@ def test_chamfer_distance_of_three_dimensions():
 def test_rotated_boxes_of_detectron2():
     degrees = torch.tensor([[*center, *sides, -math.degrees(angle)] for center, sides, angle in BOXES])
     iou = torch.ops.detectron2.box_iou_rotated(degrees, degrees)
-    torch.testing.assert_close(iou, ops.boxes_iou3d(torch.tensor(PCDET), torch.tensor(PCDET)))
+    assert_close(iou, ops.boxes_iou3d(torch.tensor(PCDET), torch.tensor(PCDET)))
     more, scores = torch.cat([degrees, degrees[:1]]), torch.tensor([0.3, 0.9, 0.5, 0.4])
     assert torch.ops.detectron2.nms_rotated(more, scores, 0.9).tolist() == [1, 2, 3]
     # Samples of a ramp are the x of their bins' centers.
@@ -198,9 +199,9 @@ def test_rotated_boxes_of_detectron2():
     pooled = torch.ops.detectron2.roi_align_rotated_forward(ramp, rois, 1.0, 2, 3, 2)
     x, y = torch.tensor([-2.0, 0, 2]), torch.tensor([-1.0, 1])[:, None]
     turn = math.radians(30)
-    torch.testing.assert_close(pooled[0, 0], 10 + x * math.cos(turn) + y * math.sin(turn))
+    assert_close(pooled[0, 0], 10 + x * math.cos(turn) + y * math.sin(turn))
     grad = torch.ops.detectron2.roi_align_rotated_backward(pooled, rois, 1.0, 2, 3, 1, 1, 20, 20, 2)
-    torch.testing.assert_close((grad * ramp).sum(), pooled.square().sum())
+    assert_close((grad * ramp).sum(), pooled.square().sum())
 
 
 def test_deformable_convolution_of_detectron2():

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from torch.nn.functional import grid_sample
+from torch.testing import assert_close
 
 from visdet.compat import dcnv4_ext, dfa3d_ext, extensions
 from visdet.ops import ms_deform_attn_reference
@@ -71,9 +72,9 @@ def test_dcnv3_equals_grid_sample(kernel, stride, pad, dilation, scale, has_cent
     )
     options = *kernel, *stride, *pad, *dilation, groups, channels, scale
     extra = () if has_center else (True,)
-    torch.testing.assert_close(ext.dcnv3_forward(*tensors, *options, 256, *extra), out)
+    assert_close(ext.dcnv3_forward(*tensors, *options, 256, *extra), out)
     found = ext.dcnv3_backward(*tensors, *options, grad_output, 256, *extra)
-    torch.testing.assert_close(found, grads)
+    assert_close(found, grads)
     with pytest.raises(ValueError, match=r"DCNv3\.dcnv3_backward: grad_output must be"):
         ext.dcnv3_backward(*tensors, *options, grad_output[:1], 256, *extra)
 
@@ -100,9 +101,9 @@ def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
     out, grad_output, grads = gradients_of(by_hand, value, weight)
     arguments = value, shapes, starts, locations, weight
     tolerances = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.float16 else {}
-    torch.testing.assert_close(ext.geometric_kernel_attn_cuda_forward(*arguments, 64), out, **tolerances)
+    assert_close(ext.geometric_kernel_attn_cuda_forward(*arguments, 64), out, **tolerances)
     found = ext.geometric_kernel_attn_cuda_backward(*arguments, grad_output, 64)
-    torch.testing.assert_close(found, grads, **tolerances)
+    assert_close(found, grads, **tolerances)
 
 
 @pytest.mark.parametrize("softmax", [False, True])
@@ -120,9 +121,9 @@ def test_dcnv4_is_dcnv3_of_packed_numbers(softmax):
 
     out, grad_output, grads = gradients_of(expected, value, packed)
     options = *(3, 3, 1, 1, 1, 1, 1, 1), G, C, 0.5, 256
-    torch.testing.assert_close(dcnv4_ext.dcnv4_forward(value, packed, *options, 1, 8, 512, softmax), out)
+    assert_close(dcnv4_ext.dcnv4_forward(value, packed, *options, 1, 8, 512, softmax), out)
     found = dcnv4_ext.dcnv4_backward(value, packed, *options, grad_output, 1, 2, 256, softmax)
-    torch.testing.assert_close(found, grads)
+    assert_close(found, grads)
 
 
 @double_or_half
@@ -139,9 +140,9 @@ def test_flash_deform_attn_takes_the_softmax_over_all_levels(dtype):
     tolerances = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.float16 else {}
     arguments = value, shapes, starts, packed
     found = dcnv4_ext.flash_deform_attn_forward(*arguments, 64, 4, 8, 512)
-    torch.testing.assert_close(found, out.to(dtype), **tolerances)
+    assert_close(found, out.to(dtype), **tolerances)
     found = dcnv4_ext.flash_deform_attn_backward(*arguments, grad_output.to(dtype), 64, 4, 2, 256)
-    torch.testing.assert_close(found, grads, **tolerances, check_dtype=False)
+    assert_close(found, grads, **tolerances, check_dtype=False)
 
 
 def test_places_in_groups_count_equal_numbers_before(provide):
@@ -178,11 +179,11 @@ def test_attention_with_depth_is_that_to_a_volume():
     out, grad_output, grads = gradients_of(expected, value, numbers, locations, weights)
     scores = ext.ms_depth_score_sample_forward(numbers, shapes, starts, locations, im2col_step=64)
     given = value, shapes[:, :2], starts, locations[..., :2], weights, scores
-    torch.testing.assert_close(ext.wms_deform_attn_forward(*given, im2col_step=64), out)
+    assert_close(ext.wms_deform_attn_forward(*given, im2col_step=64), out)
     found = [torch.zeros_like(one) for one in (value, locations[..., :2], weights, scores)]
     ext.wms_deform_attn_backward(*given, grad_output, *found, im2col_step=64)
     of_numbers, of_locations = torch.zeros_like(numbers), torch.zeros_like(locations)
     ext.ms_depth_score_sample_backward(numbers, shapes, starts, locations, found[3], of_numbers, of_locations)
     assert not of_locations[..., :2].any()
     of_locations[..., :2] = found[1]
-    torch.testing.assert_close((found[0], of_numbers, of_locations, found[2]), grads)
+    assert_close((found[0], of_numbers, of_locations, found[2]), grads)

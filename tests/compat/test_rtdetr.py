@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet.compat import _bridge, rtdetr
 from visdet.compat._counts import CALLS
@@ -71,12 +72,12 @@ def test_values_of_one_tensor_and_of_levels(sources, name, option):
     for method, visdet_calls in (("default", 2), ("discrete", 0)):
         expected, before = stock(value, SHAPES, *samples, POINTS, method), CALLS["ms_deform_attn"]
         named = {"value_shape": "reshape"} if option else {}
-        torch.testing.assert_close(attend(value, SHAPES, *samples, POINTS, method=method, **named), expected)
-        torch.testing.assert_close(attend(tuple(levels), SHAPES, *samples, POINTS, method=method), expected)
+        assert_close(attend(value, SHAPES, *samples, POINTS, method=method, **named), expected)
+        assert_close(attend(tuple(levels), SHAPES, *samples, POINTS, method=method), expected)
         assert CALLS["ms_deform_attn"] - before == visdet_calls
     value, _, *samples = problem([2, 2])
     found = module.deformable_attention_core_func(value, SHAPES, *(x.unflatten(3, (2, 2)) for x in samples))
-    torch.testing.assert_close(found, stock(value, SHAPES, *samples, [2, 2]))
+    assert_close(found, stock(value, SHAPES, *samples, [2, 2]))
     rtdetr.uninstall()
     assert module.deformable_attention_core_func_v2.__code__.co_filename == module.__file__
 

@@ -6,6 +6,7 @@ import pytest
 import tiny_transformers
 import torch
 from peers import peer
+from torch.testing import assert_close
 
 from visdet import compat
 from visdet.execution.tensor_tree import map_tensors
@@ -102,4 +103,4 @@ def test_two_trainings_have_equal_weights(name, build, arguments, device, determ
     assert (
         torch.isfinite(losses).all() and torch.equal(losses, again) and not torch.equal(losses[0], losses[-1])
     )
-    torch.testing.assert_close(weights_again, weights, rtol=0, atol=0)
+    assert_close(weights_again, weights, rtol=0, atol=0)

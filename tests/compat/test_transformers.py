@@ -10,6 +10,7 @@ import pytest
 import tiny_transformers
 import torch
 from plain_layers import tensors
+from torch.testing import assert_close
 from transformers_checks import (
     FAMILIES,
     Recorder,
@@ -50,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_stock(name, options):
     assert len(found) == len(outputs)
     for one, other in zip(found, outputs, strict=True):
         scale = float(other.nan_to_num(0, 0, 0).abs().max())
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * max(scale, 1), equal_nan=True)
+        assert_close(one, other, rtol=1e-4, atol=1e-4 * max(scale, 1), equal_nan=True)
     assert_gradients_close(found_grads, grads)
 
 

@@ -10,6 +10,7 @@ import tiny_transformers
 import torch
 from plain_layers import tensors
 from programs import run_python
+from torch.testing import assert_close
 from transformers_checks import (
     FAMILIES,
     FORMS,
@@ -68,7 +69,7 @@ def test_models_built_before_and_after(name):
     with torch.no_grad(), Recorder() as second:
         other = tensors(after.eval()(**inputs))
     assert first.calls == second.calls != []
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     bridge.uninstall()
     with torch.no_grad(), Recorder() as third:
         before(**inputs), after(**inputs)
@@ -114,7 +115,7 @@ def test_another_method_is_not_the_operators(name, method):
         with bridge.installed(), Recorder() as recorder:
             found = layer(**arguments)
     assert recorder.calls == []
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("change", ["no queries", "no images", "shapes in a tensor"])
@@ -133,7 +134,7 @@ def test_unusual_arguments(name, change):
     expected = layer(**arguments)
     with bridge.installed():
         found = layer(**arguments)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -172,7 +173,7 @@ def test_compiled_models_have_visdets_operator_without_a_graph_break(name):
     with torch.no_grad():
         found, expected = compiled(**arguments), layer(**arguments)
     assert len(graphs) == 1 and "visdet" in graphs[0]
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_another_computation_is_reported_and_left_alone(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import tiny_transformers
 import torch
 from plain_layers import tensors
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from visdet.compat.__main__ import families
@@ -41,7 +42,7 @@ def assert_gradients_close(found, expected):
     for key, grad in expected.items():
         assert (grad is None) == (found[key] is None), key
         if grad is not None:
-            torch.testing.assert_close(
+            assert_close(
                 found[key], grad, rtol=1e-4, atol=1e-4 * largest, msg=lambda text, key=key: f"{key}: {text}"
             )
 

@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 from datasets.driving_files import SMALL, driving_infos
+from numpy.testing import assert_allclose, assert_array_equal, assert_equal
 
 from visdet.datasets import DrivingScenesDataset, make_driving_scenes
 from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
@@ -42,7 +43,7 @@ def test_files_depend_on_the_seed_alone(tmp_path):
         same, another = (folder / file.relative_to(one) for folder in (two, other))
         assert file.read_bytes() == same.read_bytes() != another.read_bytes()
     first, second = (driving_infos(folder) for folder in (one, two))
-    np.testing.assert_equal(first, second)
+    assert_equal(first, second)
 
 
 def one_box_world(box_xy, yaw, color, label=0):
@@ -71,7 +72,7 @@ def test_a_box_is_painted_where_it_projects(camera, xy):
     renderer = Renderer(256, 96)
     shot = renderer.shoot(world, 0, pose, np.random.default_rng(0))
     box = boxes_in_lidar(world, 0, pose)
-    np.testing.assert_allclose(box[0], [*xy, GROUND_Z + 0.75, 4, 2, 1.5, 0.4], atol=1e-9)
+    assert_allclose(box[0], [*xy, GROUND_Z + 0.75, 4, 2, 1.5, 0.4], atol=1e-9)
     view = renderer.cameras[camera]
     seen = (box_corners(box)[0] - view.translation) @ view.rotation @ view.intrinsic.T
     assert (seen[:, 2] > 0).all()
@@ -81,7 +82,7 @@ def test_a_box_is_painted_where_it_projects(camera, xy):
     rows, columns = np.nonzero(red)
     drawn = [columns.min(), rows.min(), columns.max(), rows.max()]
     expected = [*pixels.min(axis=0), *pixels.max(axis=0)]
-    np.testing.assert_allclose(drawn, np.clip(expected, 0, [255, 95, 255, 95]), atol=2.0)
+    assert_allclose(drawn, np.clip(expected, 0, [255, 95, 255, 95]), atol=2.0)
     assert 1.1 * shot.visible[0] >= red.sum() > 100  # The rim of a box is painted in part.
 
 
@@ -93,14 +94,14 @@ def test_futures_velocities_and_poses_agree(infos):
             continue
         assert after["timestamp"] - here["timestamp"] == 500_000 and after["sweeps"]
         to_here = inverse_pose(lidar_pose(here)) @ lidar_pose(after)
-        np.testing.assert_allclose(here["gt_ego_fut_trajs"][0], to_here[:2, 3], atol=1e-4)
+        assert_allclose(here["gt_ego_fut_trajs"][0], to_here[:2, 3], atol=1e-4)
         places = after["gt_boxes"][:, :3] @ to_here[:3, :3].T + to_here[:3, 3]
         both, now, then = np.intersect1d(here["instance_inds"], after["instance_inds"], return_indices=True)
         moved = places[then, :2] - here["gt_boxes"][now, :2]
-        np.testing.assert_allclose(here["gt_agent_fut_trajs"][now, 0], moved, atol=1e-4)
-        np.testing.assert_allclose(here["gt_velocity"][now] * 0.5, moved, atol=0.8)
+        assert_allclose(here["gt_agent_fut_trajs"][now, 0], moved, atol=1e-4)
+        assert_allclose(here["gt_velocity"][now] * 0.5, moved, atol=0.8)
         assert here["gt_agent_fut_masks"][now, 0].all()
-        np.testing.assert_array_equal(here["gt_names"][now], after["gt_names"][then])
+        assert_array_equal(here["gt_names"][now], after["gt_names"][then])
         checked += len(both)
     assert checked > 100
 
@@ -122,7 +123,7 @@ def test_annotations(infos):
             for line in lines:
                 assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-9).all()
         for line in info["map_annos"][0]:
-            np.testing.assert_array_equal(line[0], line[-1])
+            assert_array_equal(line[0], line[-1])
         side = info["gt_ego_fut_trajs"].sum(axis=0)[0]
         assert info["gt_ego_fut_cmd"].tolist() == [float(side >= 2), float(side <= -2), float(abs(side) < 2)]
         assert info["ego_status"].shape == (10,) and 0 <= info["ego_status"][6] < 12

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets.driving_files import driving_scenes
 from mmengine.dataset import pseudo_collate
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import ExifTags, ImageOps
 
 from visdet.datasets import DrivingScenesDataset
@@ -61,10 +62,10 @@ def test_images_that_are_decoded_smaller_show_the_same(tmp_path, resize, suffix)
     middle = complex(right - left, bottom - top) / 2
     mirrored = complex(right - 250.5 * resize, 310.5 * resize - top)
     place = middle + (mirrored - middle) * np.exp(-1j * np.deg2rad(4.0))  # y points down
-    np.testing.assert_allclose([u, v], [place.real, place.imag])
+    assert_allclose([u, v], [place.real, place.imag])
     for result, pixels in zip(results, (full, reduced), strict=True):
         weight = (pixels[..., 0] - 60).clip(30) - 30
-        np.testing.assert_allclose([u, v], center_of(weight) + 0.5, atol=0.33)
+        assert_allclose([u, v], center_of(weight) + 0.5, atol=0.33)
         assert result["cam_intrinsic"][0][0, 0] == resize and result["img"][0].dtype == np.uint8
         assert result["img_shape"] == [(bottom - top, right - left)]
 
@@ -82,12 +83,12 @@ def test_bbox_rotation_turns_everything():
     after = T.BBoxRotation()(record)
     turn = turn_about_z(angle)
     for old, new in zip(planar(before), planar(after), strict=True):
-        np.testing.assert_allclose(new, old @ turn.T, atol=1e-5)
-    np.testing.assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)
+        assert_allclose(new, old @ turn.T, atol=1e-5)
+    assert_allclose(after["points"][0, :2], turn @ [1, 1], atol=1e-6)
     boxes, turned = before["gt_bboxes_3d"], after["gt_bboxes_3d"]
     assert len(boxes) > 3
-    np.testing.assert_allclose(np.cos(turned[:, 6] - boxes[:, 6]), np.cos(angle), atol=1e-9)
-    np.testing.assert_array_equal(turned[:, 2:6], boxes[:, 2:6])
+    assert_allclose(np.cos(turned[:, 6] - boxes[:, 6]), np.cos(angle), atol=1e-9)
+    assert_array_equal(turned[:, 2:6], boxes[:, 2:6])
     # The same place in the images and in the world.
     ones = np.ones((len(boxes), 1))
     for old, new in zip(
@@ -96,7 +97,7 @@ def test_bbox_rotation_turns_everything():
         strict=True,
     ):
         was, now = np.hstack([boxes[:, :3], ones]) @ old.T, np.hstack([turned[:, :3], ones]) @ new.T
-        np.testing.assert_allclose(now, was, atol=1e-6)
+        assert_allclose(now, was, atol=1e-6)
 
 
 def test_depth_maps_by_hand():
@@ -113,13 +114,13 @@ def test_depth_maps_by_hand():
     results = {"points": points, "lidar2img": [projection, projection], "img_shape": [(16, 32)] * 2}
     one, four = T.MultiScaleDepthMapGenerator([1, 4], max_depth=60)(results)["gt_depth"]
     assert one.shape == (2, 16, 32) and four.shape == (2, 4, 8) and one.dtype == np.float32
-    np.testing.assert_array_equal(one[0], one[1])
+    assert_array_equal(one[0], one[1])
     expected = np.full((16, 32), -1.0)
     expected[5, 10], expected[5, 11], expected[15, 30] = 1, 2, 60
-    np.testing.assert_array_equal(one[0], expected)
+    assert_array_equal(one[0], expected)
     expected = np.full((4, 8), -1.0)
     expected[1, 2], expected[3, 7] = 1, 60
-    np.testing.assert_array_equal(four[0], expected)
+    assert_array_equal(four[0], expected)
 
 
 def test_loading_errors(tmp_path):
@@ -178,15 +179,15 @@ def test_orders_of_map_lines():
     points = results["gt_map_pts"]
     assert points.shape == (2, 8, 5, 2) and points.dtype == np.float32
     along = [0, 0.75, 1.5, 2.25, 3.0]
-    np.testing.assert_allclose(points[1, 0], [[x, 0] for x in along])
-    np.testing.assert_allclose(points[1, 1], [[x, 0] for x in along[::-1]])
+    assert_allclose(points[1, 0], [[x, 0] for x in along])
+    assert_allclose(points[1, 1], [[x, 0] for x in along[::-1]])
     assert (points[1, 2:] == 1e5).all()
     corners = square[:4].tolist()
     for order in range(4):
         start = [corners[(k - order) % 4] for k in range(5)]
-        np.testing.assert_allclose(points[0, order], start)
+        assert_allclose(points[0, order], start)
         backwards = [corners[::-1][(k - order) % 4] for k in range(5)]
-        np.testing.assert_allclose(points[0, 4 + order], backwards)
+        assert_allclose(points[0, 4 + order], backwards)
     empty = vectorize({"map_annos": {0: [], 1: [], 2: []}})
     assert empty["gt_map_pts"].shape == (0, 8, 5, 2) and empty["gt_map_labels"].shape == (0,)
 
@@ -195,7 +196,7 @@ def test_vectors_and_normalisation():
     line = np.array([[-15.0, -30.0], [0.0, 0.05], [15.0, 30.0]])
     results = T.VectorizeMap((30, 60), True, simplify=True)({"map_annos": {1: [line, line[:1]]}})
     assert len(results["vectors"]) == 1  # A line of one point is none.
-    np.testing.assert_allclose(results["vectors"][0], [[0, 0], [1, 1]], atol=1e-5)
+    assert_allclose(results["vectors"][0], [[0, 0], [1, 1]], atol=1e-5)
     results = T.VectorizeMap((30, 60), False, sample_num=31)({"map_annos": {1: [line[:, :2] * [1, 0]]}})
     assert results["vectors"][0].shape == (31, 2) and results["vector_labels"].tolist() == [1]
 
@@ -216,12 +217,12 @@ def test_map_lines_are_cut_to_the_region(options):
     labels = results["gt_map_labels" if permute else "vector_labels"]
     assert labels.tolist() == [0, 1, 1]  # The ring of class 2 passes outside.
     for line, ends in zip(lines, ([[10, 0]] * 2, [[-0.45, -30], [0.45, 30]], inside), strict=True):
-        np.testing.assert_allclose(line[[0, -1]], ends, atol=1e-5)
+        assert_allclose(line[[0, -1]], ends, atol=1e-5)
         assert (np.abs(line) <= [15.001, 30.001]).all()
     high = T.VectorizeMap((30, 60), False, coords_dim=3, simplify=True)
     climb = np.array([[0.0, -60.0, 0.0], [0.0, 60.0, 12.0]])
     (line,) = high({"map_annos": {1: [climb]}})["vectors"]
-    np.testing.assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
+    assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
 
 
 def test_photometric_distortion_keeps_bytes_and_changes_colours():
@@ -311,7 +312,7 @@ def test_the_published_pipeline_runs():
     )
     assert samples.gt_map_pts.shape == (len(samples.gt_map_labels), 38, 20, 2)
     assert samples.gt_ego_fut_trajs.shape == (6, 2) and samples.ego_status.shape == (10,)
-    np.testing.assert_allclose(samples.T_global @ samples.T_global_inv, np.eye(4), atol=1e-9)
+    assert_allclose(samples.T_global @ samples.T_global_inv, np.eye(4), atol=1e-9)
     assert len(samples.instance_id) == count and samples.token == "train-0000-03"
     with pytest.raises(KeyError, match="frame None has no gt_depth"):
         TRANSFORMS.build(PUBLISHED[-1])({"img": 0, "timestamp": 0, "projection_mat": 0, "image_wh": 0})
@@ -349,14 +350,14 @@ def test_a_camera_image_is_the_stored_raster(tmp_path, suffix, orientation):
         return T.LoadMultiViewImageFromFiles(**arguments)(record)
 
     for color_type in ("unchanged", "color_ignore_orientation"):
-        np.testing.assert_allclose(loaded(color_type=color_type)["img"][0], raster, atol=24)
+        assert_allclose(loaded(color_type=color_type)["img"][0], raster, atol=24)
     assert np.array_equal(loaded()["img"][0], loaded(color_type="unchanged")["img"][0])
     smaller = loaded(reduces=True)
     assert smaller["ori_shape"] == [(48, 80)]
-    np.testing.assert_allclose(cv2.resize(smaller["img"][0], (40, 24))[:5, :9].mean(), 255, atol=24)
+    assert_allclose(cv2.resize(smaller["img"][0], (40, 24))[:5, :9].mean(), 255, atol=24)
     turned = loaded(color_type="color")["img"][0]
     viewer = np.asarray(ImageOps.exif_transpose(PIL.Image.open(path)).convert("RGB"))[..., ::-1]
-    np.testing.assert_allclose(turned, viewer, atol=24)
+    assert_allclose(turned, viewer, atol=24)
 
 
 @pytest.mark.parametrize("config", [{}, dict(flip=True), dict(resize=0.5), dict(resize=0.5, flip=True)])
@@ -374,4 +375,4 @@ def test_drawn_cameras_have_the_convention_of_augmentations(config):
     }
     results = T.ResizeCropFlipImage()(results)
     u, v, depth = (results["lidar2img"][0] @ [0, 0, 1, 1])[:3]
-    np.testing.assert_allclose([u / depth, v / depth], [32 * resize, (0.42 * 32 + 0.5) * resize], atol=1e-9)
+    assert_allclose([u / depth, v / depth], [32 * resize, (0.42 * 32 + 0.5) * resize], atol=1e-9)

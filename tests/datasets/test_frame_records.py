@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from datasets.own_recording import CAMERAS, NAMES, PAGE, write_recording
+from numpy.testing import assert_array_equal
 
 from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
 from visdet.datasets.frame_records import CAMERA_KEYS, FRAME_KEYS
@@ -139,21 +140,21 @@ def test_rotations_of_any_form_are_one_rotation(dataset_of, infos):
     expected = dataset_of(infos)[1]
     quaternion = [3.0, 0.0, 0.0, 0.0]  # as long as no other
     found = dataset_of(with_values(infos, ego2global_rotation=quaternion))[1]
-    np.testing.assert_array_equal(found["lidar2global"], expected["lidar2global"])
+    assert_array_equal(found["lidar2global"], expected["lidar2global"])
     matrix = np.concatenate([infos[1]["cams"]["left"]["cam_intrinsic"], np.zeros((3, 1))], axis=1)
     found = dataset_of(with_camera(infos, cam_intrinsic=matrix))[1]
-    np.testing.assert_array_equal(found["lidar2img"], expected["lidar2img"])
-    np.testing.assert_array_equal(found["cam_intrinsic"], expected["cam_intrinsic"])
+    assert_array_equal(found["lidar2img"], expected["lidar2img"])
+    assert_array_equal(found["cam_intrinsic"], expected["cam_intrinsic"])
 
 
 def test_the_velocity_of_boxes_with_nine_columns_is_theirs(dataset_of, infos):
     boxes = infos[1]["gt_boxes"]
     assert boxes.shape == (2, 9)
     expected = dataset_of(infos)[1]["gt_bboxes_3d"]
-    np.testing.assert_array_equal(expected, boxes)
+    assert_array_equal(expected, boxes)
     seven = dict(gt_boxes=boxes[:, :7])
     given = dataset_of(with_values(infos, **seven, gt_velocity=boxes[:, 7:]))
-    np.testing.assert_array_equal(given[1]["gt_bboxes_3d"], expected)
+    assert_array_equal(given[1]["gt_bboxes_3d"], expected)
     # An unknown velocity is 0 in training and NaN for the metrics.
     unknown = with_values(infos, **seven)
     assert not dataset_of(unknown)[1]["gt_bboxes_3d"][:, 7:].any()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from PIL import Image
 
 from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
@@ -82,25 +83,25 @@ def expected(times, steps=6, of=0):
 def test_boxes_are_those_of_the_time_of_a_step(dataset_of, name):
     times = RECORDINGS[name]
     dataset = dataset_of(recording(times))
-    np.testing.assert_allclose(ahead(dataset), expected(times), atol=1e-3)
-    np.testing.assert_allclose(dataset.get_data_info(0)["fut_boxes"][2][:, 6], [1.5708, -1.5708], atol=1e-6)
+    assert_allclose(ahead(dataset), expected(times), atol=1e-3)
+    assert_allclose(dataset.get_data_info(0)["fut_boxes"][2][:, 6], [1.5708, -1.5708], atol=1e-6)
     # No box is made up behind the last frame.
     late = len(times) - 3
     steps = int((times[-1] - times[late]) / 0.5 + 1e-6)
-    np.testing.assert_allclose(ahead(dataset, late), expected(times, steps, late), atol=1e-3)
+    assert_allclose(ahead(dataset, late), expected(times, steps, late), atol=1e-3)
 
 
 def test_scenes_have_their_own_rates_and_left_out_frames_count(dataset_of):
     slow, fast = recording(TWO_HERTZ), recording(20 + RECORDINGS["10 Hz"], "t")
     dataset = dataset_of(slow + fast, load_interval=4)
     for index, of in ((0, 0.0), (3, 20.0)):
-        np.testing.assert_allclose(ahead(dataset, index), expected([of]), atol=1e-3)
+        assert_allclose(ahead(dataset, index), expected([of]), atol=1e-3)
 
 
 def test_plans_with_steps_of_another_length(dataset_of):
     records = recording(RECORDINGS["10 Hz"], gt_ego_fut_masks=np.ones(6))
     found = ahead(dataset_of(records, steps_per_second=5))
-    np.testing.assert_allclose(found[:, 0], 12 + 2 * np.arange(1, 7), atol=1e-3)
+    assert_allclose(found[:, 0], 12 + 2 * np.arange(1, 7), atol=1e-3)
 
 
 VELOCITIES = [[0.0, 10], [0, -5]]
@@ -120,7 +121,7 @@ def test_boxes_between_frames_without_tracks_move_by_their_velocity(dataset_of, 
     dataset = dataset_of(recording(RECORDINGS["1 Hz"], **changes))
     assert len(ahead(dataset)) == 6 * known
     if known:
-        np.testing.assert_allclose(ahead(dataset), expected([0]), atol=1e-3)
+        assert_allclose(ahead(dataset), expected([0]), atol=1e-3)
 
 
 def test_a_step_in_a_long_gap_is_left_out(dataset_of):
@@ -140,9 +141,9 @@ def test_converted_paths_are_those_of_the_times_of_the_steps(name):
     times = [round(1e6 * time) for time in RECORDINGS[name]]
     places = np.array([[10 * time / 1e6, 3.0] for time in times])
     moved = _displacements(places, times, 0, 10)
-    np.testing.assert_allclose(moved, np.tile([5.0, 0], (10, 1)), atol=1e-3)
+    assert_allclose(moved, np.tile([5.0, 0], (10, 1)), atol=1e-3)
     future = ego_future([pose_matrix([*place, 0], np.eye(3)) for place in places], times, 0)
-    np.testing.assert_allclose(future["gt_ego_fut_trajs"], moved[:6], atol=1e-3)
+    assert_allclose(future["gt_ego_fut_trajs"], moved[:6], atol=1e-3)
     assert future["gt_ego_fut_masks"].all() and future["gt_ego_fut_cmd"].tolist() == [1, 0, 0]
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_equal
 
 from visdet.datasets.info_files import frame_keys, load_infos, save_infos
 from visdet.errors import InvalidInputError
@@ -54,7 +55,7 @@ def test_round_trip(tmp_path):
     assert metadata == {"version": "v1.0-mini"} and len(infos) == 2
     expected = [INFOS[0], INFOS[1] | {"pair": [0.5, 7]}]
     for loaded, original in zip(infos, expected, strict=True):
-        np.testing.assert_equal(loaded, original)
+        assert_equal(loaded, original)
         for key, value in original.items():
             if isinstance(value, np.ndarray) and value.dtype.kind != "U":
                 assert loaded[key].dtype == value.dtype and loaded[key].shape == value.shape

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets.driving_files import driving_infos, driving_scenes
+from numpy.testing import assert_allclose, assert_array_equal
 
 from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
 from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
@@ -50,16 +51,16 @@ def test_a_record(dataset_of, infos):
     assert record["token"] == info["token"] and record["timestamp"] == info["timestamp"] / 1e6
     mask = info["num_lidar_pts"] > 0
     assert 0 < mask.sum() < len(mask)
-    np.testing.assert_array_equal(record["gt_bboxes_3d"][:, :7], info["gt_boxes"][mask])
-    np.testing.assert_array_equal(record["gt_bboxes_3d"][:, 7:], info["gt_velocity"][mask])
+    assert_array_equal(record["gt_bboxes_3d"][:, :7], info["gt_boxes"][mask])
+    assert_array_equal(record["gt_bboxes_3d"][:, 7:], info["gt_velocity"][mask])
     assert [DRIVING_CLASSES[label] for label in record["gt_labels_3d"]] == info["gt_names"][mask].tolist()
-    np.testing.assert_array_equal(record["instance_inds"], info["instance_inds"][mask])
+    assert_array_equal(record["instance_inds"], info["instance_inds"][mask])
     assert len(record["lidar2img"]) == 6 and all(Path(name).exists() for name in record["img_filename"])
     # A point one metre ahead of the front camera lies on its axis.
     camera = info["cams"]["CAM_FRONT"]
     point = camera["sensor2lidar_translation"] + camera["sensor2lidar_rotation"] @ [0, 0, 1.0]
     projected = record["lidar2img"][0] @ [*point, 1]
-    np.testing.assert_allclose(projected[:3], [*camera["cam_intrinsic"][:2, 2], 1], atol=1e-9)
+    assert_allclose(projected[:3], [*camera["cam_intrinsic"][:2, 2], 1], atol=1e-9)
     # x of the lidar is the vehicle's right, y its front.
     from_lidar = record["lidar2global"][:3, :3]
     heading = np.array(infos[6]["ego2global_translation"]) - info["ego2global_translation"]
@@ -75,11 +76,11 @@ def test_future_boxes_in_test_mode(dataset_of, infos):
     ]
     to_here = np.linalg.inv(record["lidar2global"]) @ after["lidar2global"]
     boxes = record["fut_boxes"][1]
-    np.testing.assert_allclose(
+    assert_allclose(
         boxes[:, :3], after["gt_bboxes_3d"][:, :3] @ to_here[:3, :3].T + to_here[:3, 3], atol=1e-6
     )
     turn = np.arctan2(to_here[1, 0], to_here[0, 0])
-    np.testing.assert_allclose(np.cos(boxes[:, 6] - after["gt_bboxes_3d"][:, 6] - turn), 1, atol=1e-9)
+    assert_allclose(np.cos(boxes[:, 6] - after["gt_bboxes_3d"][:, 6] - turn), 1, atol=1e-9)
     assert dataset[7]["fut_boxes"] == []
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from visdet.structures.polylines import clip_line, clip_polygon
 
@@ -26,4 +27,4 @@ def test_lines_that_touch_a_side_have_no_point_twice(line, parts):
 
 def test_an_outline_that_begins_on_a_side_has_no_point_twice():
     outline = clip_polygon(np.array([(15, 0), (25, 5), (0, 5), (0, -5)], dtype=float), REGION)
-    np.testing.assert_allclose(outline, [(15, 0), (15, 5), (0, 5), (0, -5), (15, 0)])
+    assert_allclose(outline, [(15, 0), (15, 5), (0, 5), (0, -5), (15, 0)])

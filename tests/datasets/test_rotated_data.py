@@ -8,6 +8,8 @@ import pytest
 import torch
 from coco_files import annotation, build, write_coco
 from json_files import read_json
+from numpy.testing import assert_allclose
+from torch.testing import assert_close
 
 from visdet.datasets.synthetic.shapes import ROTATED_SHAPE_CLASSES, draw_shapes
 from visdet.datasets.transforms.tv_results import Corners, set_boxes, set_image
@@ -122,10 +124,10 @@ def test_files_with_corners_or_five_numbers(tmp_path):
     write_coco(tmp_path, rows)
     sample = build(tmp_path, box_type="rbox", pipeline=PIPELINE)[0]["data_samples"]
     expected = torch.tensor([[20, 10, 20, 10, 0], [20, 15, 20, 8, -math.pi / 6]])
-    torch.testing.assert_close(sample.gt_instances.bboxes, expected, atol=1e-4, rtol=1e-5)
+    assert_close(sample.gt_instances.bboxes, expected, atol=1e-4, rtol=1e-5)
     oc = build(tmp_path, box_type="rbox", angle_version="oc", pipeline=PIPELINE)[0]["data_samples"]
     expected = torch.tensor([[20, 10, 10, 20, math.pi / 2], [20, 15, 8, 20, math.pi / 3]])
-    torch.testing.assert_close(oc.gt_instances.bboxes, expected, atol=1e-4, rtol=1e-5)
+    assert_close(oc.gt_instances.bboxes, expected, atol=1e-4, rtol=1e-5)
     dataset = build(tmp_path, box_type="rbox", test_mode=True, pipeline=PIPELINE)
     assert len(dataset[0]["data_samples"].ignored_instances) == 1
     assert dataset[0]["data_samples"].gt_instances.polygons[0].flatten().tolist() == corners
@@ -133,7 +135,7 @@ def test_files_with_corners_or_five_numbers(tmp_path):
     # The same file has upright boxes around the turned ones, too.
     upright = build(tmp_path, pipeline=PIPELINE)[0]["data_samples"].gt_instances.bboxes
     around = boxes_to_polygons(expected[1]).numpy()
-    np.testing.assert_allclose(upright[1], [*around.min(0), *around.max(0)], rtol=1e-4)
+    assert_allclose(upright[1], [*around.min(0), *around.max(0)], rtol=1e-4)
 
 
 def test_what_is_ambiguous_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import mmengine.model
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.engine.optim.averages import ExponentialMovingAverage
 from visdet.registry import MODELS
@@ -32,7 +33,7 @@ def test_the_averages_are_those_of_mmengine(options, device):
         step(model)
     expected = theirs.state_dict()
     for name, tensor in ours.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+        assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("update_buffers", [False, True])
@@ -47,4 +48,4 @@ def test_a_tensor_with_several_names_is_averaged_once(update_buffers):
             parameter += 1
     average.update_parameters(model)
     for name, tensor in average.module.state_dict().items():
-        torch.testing.assert_close(tensor, before[name] + 0.25)
+        assert_close(tensor, before[name] + 0.25)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from visdet.execution.capture import captures, in_parallel, keeps_tables
@@ -68,7 +69,7 @@ def test_a_graph_of_two_branches_gives_the_values_and_gradients_of_one():
         graph.replay()
         torch.cuda.synchronize()
         for found, true in zip(captured, expected, strict=True):
-            torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
+            assert_close(found, true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
 
 
 def test_tables_are_kept_under_modes_that_compute():

@@ -17,6 +17,7 @@ import pytest
 import torch
 from mmengine.logging import HistoryBuffer
 from safetensors.torch import save_file
+from torch.testing import assert_close
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import (
@@ -390,7 +391,7 @@ def test_an_average_of_weights_begins_with_weights_whose_keys_are_revised(tmp_pa
     found = tested.test()
     assert found == toy_runner(tmp_path / "c", load_from=str(tmp_path / "wrapped.pth")).test()
     averaged = next(hook for hook in tested.hooks if type(hook).__name__ == "EMAHook").ema_model.module
-    torch.testing.assert_close(averaged.state_dict(), runner.model.state_dict(), rtol=0, atol=0)
+    assert_close(averaged.state_dict(), runner.model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -420,7 +421,7 @@ def test_prefixes_and_the_layouts_of_other_projects_do_not_matter(prefix, places
     for place in reversed(places):
         content = {place: content}
     load_weights(model, weights_of(content, "other.pth"), "other.pth")
-    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert_close(model.state_dict(), weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from toy_run import detector_of, toy_runner, train
 
 from visdet.engine import CheckpointError
@@ -130,7 +131,7 @@ def test_weights_without_names_and_a_detector_with_other_names_say_it_once(tmp_p
     model = Model(2)
     for _ in range(2):
         result = matched_by_name(model, model.state_dict(), {}, {"classes": ("a", "b")}, "bare.pth")
-    torch.testing.assert_close(result, model.state_dict(), rtol=0, atol=0)
+    assert_close(result, model.state_dict(), rtol=0, atol=0)
     assert "bare.pth names no classes" in stdout()
     named = {"test_dataloader__dataset__metainfo": {"classes": ("dark", "grey")}}
     assert detector_of(tmp_path, checkpoint, **named).dataset_meta["classes"] == ("dark", "bright")

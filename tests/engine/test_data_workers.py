@@ -10,6 +10,7 @@ import pytest
 import torch
 from mmengine.dataset import default_collate, pseudo_collate
 from mmengine.hooks import Hook
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from toy_detection import ToyBoxes
 from toy_run import losses, toy_runner, train
@@ -157,7 +158,7 @@ def test_a_batch_arrives_in_one_block_as_it_was():
     }
     collate = functools.partial(collated_in_one_block, lambda samples: samples)
     (found,) = next(iter(DataLoader([sample], num_workers=1, collate_fn=collate)))
-    torch.testing.assert_close(found, sample, rtol=0, atol=0)
+    assert_close(found, sample, rtol=0, atol=0)
     assert found["one"] is found["same"] and found["parameter"].requires_grad
     blocks = {found[name].untyped_storage().data_ptr() for name in ("one", "view", "conj", "half")}
     assert len(blocks) == 1

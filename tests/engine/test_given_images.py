@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from programs import run_python
+from torch.testing import assert_close
 from toy_run import PIPELINE, detector_of, toy_config
 
 import visdet
@@ -125,7 +126,7 @@ def test_one_image_gives_one_result_and_many_give_a_list_or_an_iterator(detector
 def test_a_batch_gives_what_single_images_give(detector):
     images = [np.roll(RGB, n, axis=0) for n in range(5)]
     for one, of_batch in zip(images, detector(images, batch_size=3, score_threshold=0), strict=True):
-        torch.testing.assert_close(boxes(of_batch), boxes(detector(one, score_threshold=0)))
+        assert_close(boxes(of_batch), boxes(detector(one, score_threshold=0)))
 
 
 def test_a_result_is_what_infer_writes(detector, file, tmp_path):

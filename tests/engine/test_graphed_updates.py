@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.engine import AmpOptimWrapper, OptimWrapper
 from visdet.engine.graphs import updates
@@ -79,7 +80,7 @@ def trained(replay, kind, options, *steps, device="cpu", tolerances=None, **othe
     plain, graphed = (wrapped(model, kind, options, **others) for model in models)
     graphed.replay = replay
     expected, found = train(models[0], plain, *steps), train(models[1], graphed, *steps)
-    torch.testing.assert_close(found, expected, **(tolerances or {}))
+    assert_close(found, expected, **(tolerances or {}))
     return plain, graphed
 
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_a_graph_runs_as_without_graphs_and_is_said(build, reason
     wrapper.optimizer.step = lambda *_: bias.data.add_(1.0)
     for _ in range(3):
         graphed(wrapper)
-    torch.testing.assert_close(bias.detach(), before + 3.0)
+    assert_close(bias.detach(), before + 3.0)
     assert graphed.counts == {"eager": 3}
     assert said == [f"graph: the update of the parameters runs eagerly, because {why_not_a_graph(wrapper)}"]
 
@@ -204,7 +205,7 @@ def test_updates_by_cuda_graphs(kind, options, dtype):
     )
     if dtype != "float16" or "fused" in options:  # Otherwise, the scaler waits for what the gradients are.
         assert not said and graphed.replay.counts["replayed"] >= 4, (said, graphed.replay.report())
-    torch.testing.assert_close(graphed.take_grad_norm(), plain.take_grad_norm(), rtol=1e-3, atol=1e-4)
+    assert_close(graphed.take_grad_norm(), plain.take_grad_norm(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_field_of_the_host_refuses_to_be_read_where_only_the_device_computes():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.engine.stages import StagedModel
@@ -81,7 +82,7 @@ def test_two_processes_replay_what_they_compute_eagerly(family, tmp_path):
         expected_losses, expected, _ = found[False, rank]
         losses, gradients, counts = found[True, rank]
         assert counts["replayed"] >= STEPS - 4 and "after a failed capture" not in counts, counts
-        torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+        assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
         for ours, wanted in zip(gradients, expected, strict=True):
             assert (ours - wanted).norm() < 1e-4 * wanted.norm()
-    torch.testing.assert_close(found[True, 0][1], found[True, 1][1], rtol=0, atol=0)
+    assert_close(found[True, 0][1], found[True, 1][1], rtol=0, atol=0)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
+from numpy.testing import assert_array_equal, assert_equal
 
 from visdet import restricted_load
 from visdet.datasets import load_infos
@@ -236,7 +237,7 @@ def test_arrays_and_scalars_are_read_as_they_were(tmp_path, protocol):
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
     infos, metadata = load_infos(tmp_path / "a.pkl")
     for found, expected in zip([*infos, metadata["array"]], [*ARRAYS, ARRAYS[0]], strict=True):
-        np.testing.assert_equal(found, expected)
+        assert_equal(found, expected)
         assert type(found) is type(expected) and found.dtype == expected.dtype
         assert found.flags.writeable == expected.flags.writeable
 
@@ -254,5 +255,5 @@ def test_a_checkpoint_of_another_repository(tmp_path):
         assert set(torch.serialization.get_safe_globals()) >= before
     assert found["args"].lr == 1e-4 and found["args"].nested == [2.0]
     assert found["meta"]["history"].mean() == 2.0 and str(found["meta"]["path"]) == "a/b"
-    np.testing.assert_array_equal(found["arrays"][0], ARRAYS[0])
-    np.testing.assert_array_equal(found["arrays"][1][0], ARRAYS[2])
+    assert_array_equal(found["arrays"][0], ARRAYS[0])
+    assert_array_equal(found["arrays"][1][0], ARRAYS[2])

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.execution.later_gradients import LaterGradients
 
@@ -40,5 +41,5 @@ def test_all_gradients_are_those_of_autograd():
         assert len({place.data_ptr() for place, _ in pairs}) == len(pairs)
         for place, gradient in pairs:
             place += gradient
-    torch.testing.assert_close(sums, list(expected), rtol=1e-4, atol=1e-4)
+    assert_close(sums, list(expected), rtol=1e-4, atol=1e-4)
     assert found[-1] is None and later.has_found(model.last.weight)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from toy_run import check_two_halves, losses
 
 from visdet.engine import MuonWithAuxAdam
@@ -68,7 +69,7 @@ def test_a_loaded_state_goes_on_alike(fused):
     for one, params in ((optimizer, ours), (loaded, others)):
         with_gradients(params, 2)
         one.step()
-    torch.testing.assert_close(ours, others, rtol=0, atol=0)
+    assert_close(ours, others, rtol=0, atol=0)
     assert "exp_avg_sq" not in optimizer.state[ours[0]], "a matrix needs one moment"
 
 
@@ -81,7 +82,7 @@ def test_infinite_gradients_under_a_scaler_skip_the_whole_step():
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     scaler.update()
-    torch.testing.assert_close(params, before, rtol=0, atol=0)
+    assert_close(params, before, rtol=0, atol=0)
 
 
 def test_two_halves_of_a_run_equal_the_whole(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from mmengine.optim import BaseOptimWrapper, MultiStepLR
 from mmengine.optim import OptimWrapper as MMEngineOptimWrapper
 from torch import nn
+from torch.testing import assert_close
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import AmpOptimWrapper, ConfigError, OptimWrapper, enable_amp
@@ -125,7 +126,7 @@ def test_groups_with_the_same_options_are_one():
         updated(model, wrapper, MultiStepLR(wrapper, milestones=[2]), 4)
         for model, wrapper in zip(models, (ours, theirs), strict=True)
     )
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     assert groups[0]["lr"] == pytest.approx(0.001)
 
 
@@ -143,6 +144,6 @@ def test_a_run_whose_parameters_had_a_group_each_goes_on_as_it_would_have(kind):
     its_schedule = MultiStepLR(resumed, milestones=[2, 5])
     for part, state in zip((other, resumed, its_schedule), saved, strict=True):
         part.load_state_dict(state)
-    torch.testing.assert_close(updated(other, resumed, its_schedule, 4), expected)
+    assert_close(updated(other, resumed, its_schedule, 4), expected)
     assert len(resumed.optimizer.param_groups) == {OptimWrapper: 2, MMEngineOptimWrapper: 8}[kind]
     assert its_schedule.get_last_value()[0] == pytest.approx(0.0001)

@@ -10,6 +10,7 @@ import torch
 from mmengine.dataset import DefaultSampler, pseudo_collate
 from mmengine.optim import OptimWrapper
 from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from visdet.datasets.samplers import PlannedBatchSampler
@@ -72,7 +73,7 @@ def test_an_attempt_changes_neither_weights_nor_gradients():
     loader, model = loader_of([(48, 64)] * 4), model_of()
     before = copy.deepcopy(model.state_dict())
     assert imagined_of(loader, model).fits(2, (48, 64))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

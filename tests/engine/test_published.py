@@ -7,6 +7,7 @@ import torch
 from golden import published_shapes
 from mmengine.registry import init_default_scope
 from programs import ROOT
+from torch.testing import assert_close
 from toy_run import toy_config
 from toy_run import train as toy_train
 
@@ -92,8 +93,8 @@ def test_outputs_are_those_of_transformers(tmp_path, variant, suffix):
         logits, boxes = ours(images, samples, mode="tensor")[:2]
     of_classes = expected.logits[..., CATEGORIES] if classes == 91 else expected.logits
     assert of_classes.std() > 0.1 and expected.pred_boxes.std() > 0.01
-    torch.testing.assert_close(logits[-1], of_classes, atol=1e-4, rtol=0)
-    torch.testing.assert_close(boxes[-1], expected.pred_boxes, atol=1e-4, rtol=0)
+    assert_close(logits[-1], of_classes, atol=1e-4, rtol=0)
+    assert_close(boxes[-1], expected.pred_boxes, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

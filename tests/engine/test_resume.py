@@ -11,6 +11,7 @@ import pytest
 import torch
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
+from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import Stack, ToyDetector
 from toy_run import EPOCHS, check_two_halves, interrupted, losses, toy_config, toy_runner, train, validations
@@ -337,7 +338,7 @@ def test_ema_and_its_counter_are_resumed(tmp_path):
         for runner in (whole, rest)
     ]
     assert averages[0].steps == averages[1].steps == 20
-    torch.testing.assert_close(list(averages[0].parameters()), list(averages[1].parameters()), rtol=0, atol=0)
+    assert_close(list(averages[0].parameters()), list(averages[1].parameters()), rtol=0, atol=0)
     saved = read_checkpoint(tmp_path / "whole" / "iter_20.pth")["state_dict"]["conv.weight"]
     assert torch.equal(saved, averages[0].module.conv.weight.cpu()), (
         "the checkpoint's weights are the average"

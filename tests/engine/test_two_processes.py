@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
 from toy_run import in_two_processes, toy_runner
 
 from visdet.engine import NonFiniteLossError
@@ -88,4 +89,4 @@ def test_both_processes_stop_at_the_bad_loss_of_one(results):
 @pytest.mark.timeout(120)
 def test_gradients_are_those_that_the_wrapper_would_average(results):
     for ours, theirs in zip(results["skips"], results["by the wrapper"], strict=True):
-        torch.testing.assert_close(ours["weights"], theirs["weights"])
+        assert_close(ours["weights"], theirs["weights"])

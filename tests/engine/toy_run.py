@@ -11,6 +11,7 @@ import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.structures import InstanceData
+from torch.testing import assert_close
 
 from visdet.engine import Detections, Detector, DetRunner, build_runner, load_config, set_resume
 from visdet.engine.process.process_group import leave_process_group
@@ -130,7 +131,7 @@ def check_two_halves(folder: Path, at: int, **options) -> tuple[DetRunner, DetRu
 def check_rest(whole: DetRunner, rest: DetRunner, at: int) -> None:
     """Check that a run that was resumed after an iteration is the rest of the whole one, bit for bit."""
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > at} != {}
-    torch.testing.assert_close(weights(rest), weights(whole), rtol=0, atol=0)
+    assert_close(weights(rest), weights(whole), rtol=0, atol=0)
 
 
 def weights(runner: DetRunner) -> dict[str, torch.Tensor]:

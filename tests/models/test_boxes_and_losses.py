@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from golden import golden, under
+from torch.testing import assert_close
 
 from visdet.models.boxes import elementwise_overlaps
 from visdet.models.losses import FocalLoss, GIoULoss, L1Loss
@@ -62,9 +63,9 @@ def test_focal_loss_golden(peer, case):
     weight = given["focal_weight"] if case == "focal_weighted" else None
     avg_factor = given["avg_factor"] if case != "focal_mean" else None
     loss = FocalLoss(**config["focal"])(pred, given["focal_target"], weight, avg_factor)
-    torch.testing.assert_close(loss, expected[case], rtol=1e-5, atol=1e-6)
+    assert_close(loss, expected[case], rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(loss, pred)
-    torch.testing.assert_close(gradient, expected[f"{case}/grad_pred"], rtol=1e-4, atol=1e-6)
+    assert_close(gradient, expected[f"{case}/grad_pred"], rtol=1e-4, atol=1e-6)
 
 
 def test_l1_loss_by_hand():

@@ -10,6 +10,7 @@ from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
 from tiny_detr import BATCH, STEPS, VARIANTS, batch, batches, build, config, train, train_by_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs import methods as cuda_graphs
@@ -50,8 +51,8 @@ def test_replayed_steps_are_eager_steps(variant, wrapper, options, least_rows, t
     eager, graphed = model_with_dropout(variant, num_cp), model_with_dropout(variant, num_cp)
     expected = train(eager, wrapper, **options)
     losses = train_by_graphs(graphed, wrapper, **options)
-    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
+    assert_close(losses, expected, rtol=tolerance, atol=tolerance)
+    assert_close(
         list(graphed.parameters()),
         list(eager.parameters()),
         rtol=0,
@@ -148,7 +149,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_counted(monkeypatch):
     losses = train(graphed, OptimWrapper, graphs)
     assert graphs.counts == {"of a new shape": 2, "after a failed capture": STEPS - 2}
     assert len(said) == 1 and "a batch of 2 x 3 x 64 x 96 cannot be captured" in said[0]
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert_close(losses, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.cuda
@@ -185,7 +186,7 @@ def test_without_a_gpu_steps_are_eager_and_counted():
     expected = model(images, samples, mode="loss")
     graphs = GraphedLoss(model)
     losses = StagedModel(model, {"loss": graphs}).losses(images, samples)
-    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    assert_close(losses, expected, rtol=0, atol=0)
     assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU; 0 shapes hold 0 MiB"
 
 
@@ -208,8 +209,8 @@ def assert_same_boxes(found, expected, tolerance):
     for ours, wanted in zip(found, expected, strict=True):
         assert set(ours.keys()) == set(wanted.keys())
         assert torch.equal(ours.labels, wanted.labels)
-        torch.testing.assert_close(ours.scores, wanted.scores, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(ours.bboxes, wanted.bboxes, rtol=tolerance, atol=100 * tolerance)
+        assert_close(ours.scores, wanted.scores, rtol=tolerance, atol=tolerance)
+        assert_close(ours.bboxes, wanted.bboxes, rtol=tolerance, atol=100 * tolerance)
 
 
 @pytest.mark.cuda
@@ -319,9 +320,9 @@ def test_gradients_of_graphs_add_up_in_one_place(assigns_in_graph):
     expected = weight.detach() - 0.5 * (gradient + gradient * 4) / 2
     wrapper.update_params(sum(step(x)[0].values()))
     place = weight.grad.data_ptr()
-    torch.testing.assert_close(weight.grad, gradient / 2)
+    assert_close(weight.grad, gradient / 2)
     wrapper.update_params(sum(step(2 * x)[0].values()))
-    torch.testing.assert_close(weight.detach(), expected)
+    assert_close(weight.detach(), expected)
     assert weight.grad.data_ptr() == place and not weight.grad.any()
     wrapper.update_params((weight * x).sum())  # an eager step between those of graphs
     assert weight.grad.data_ptr() == place and torch.equal(weight.grad, x / 2)
@@ -334,7 +335,7 @@ def test_a_hook_of_a_parameter_sees_and_changes_its_gradient():
     step = RecordedStep(weight, SimpleNamespace(replays=0), handed_on=[weight])
     for count in (1, 2):
         sum(step(x)[0].values()).backward()
-        torch.testing.assert_close(weight.grad, count * 20 * weight.detach() * x.square())
+        assert_close(weight.grad, count * 20 * weight.detach() * x.square())
     assert len(seen) == 2
 
 
@@ -343,7 +344,7 @@ def test_a_backward_after_another_replay_is_refused():
     memory = SimpleNamespace(replays=0)
     one, other = RecordedStep(weight, memory), RecordedStep(weight, memory)
     sum(one(x)[0].values()).backward()
-    torch.testing.assert_close(weight.grad, 2 * weight.detach() * x.square())
+    assert_close(weight.grad, 2 * weight.detach() * x.square())
     for next_step in (one, other):
         before, after = one(x)[0], next_step(2 * x)[0]
         with pytest.raises(RuntimeError, match="must run once, and before the next step"):

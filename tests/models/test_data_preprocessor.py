@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mmengine.structures import InstanceData
+from torch.testing import assert_close
 
 from visdet.models import DetDataPreprocessor
 from visdet.models.data_preprocessor import DrivingDataPreprocessor
@@ -46,8 +47,8 @@ def test_pixels_padding_and_sizes():
 def test_channels_are_reversed_before_the_mean(option):
     (image,) = images((2, 3))
     out = DetDataPreprocessor(MEAN, [1.0] * 3, **{option: True})({"inputs": [image]})["inputs"]
-    torch.testing.assert_close(out[0, 0], image[2].float() - 10)
-    torch.testing.assert_close(out[0, 2], image[0].float() - 30)
+    assert_close(out[0, 0], image[2].float() - 10)
+    assert_close(out[0, 2], image[0].float() - 30)
 
 
 @pytest.mark.cuda
@@ -72,7 +73,7 @@ def test_stacked_inputs_and_no_samples():
     given = torch.stack(images((4, 5), (4, 5)))
     out = DetDataPreprocessor(pad_size_divisor=3)({"inputs": given})
     assert out["data_samples"] is None
-    torch.testing.assert_close(out["inputs"][:, :, :4, :5], given.float())
+    assert_close(out["inputs"][:, :, :4, :5], given.float())
     assert out["inputs"].shape == (2, 3, 6, 6)
 
 
@@ -139,5 +140,5 @@ def test_a_cast_model_gets_its_images_in_its_type(kind, cast):
     getattr(model, cast)()
     out = model[0](given)["inputs"]
     assert out.dtype == model[1].weight.dtype
-    torch.testing.assert_close(out, exact.to(out.dtype))
+    assert_close(out, exact.to(out.dtype))
     assert torch.equal(model.float()[0](given)["inputs"], exact)

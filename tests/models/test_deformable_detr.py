@@ -4,6 +4,7 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from tiny_detr import BATCH, VARIANTS, batch, build, config
+from torch.testing import assert_close
 from training_steps import are_finite, backward, without_gradient
 
 from visdet.engine import load_config
@@ -90,7 +91,7 @@ def test_sizes_are_the_batchs_where_samples_say_nothing():
     images, _ = batch()
     expected = model(images, [DetDataSample(metainfo={"img_shape": BATCH}) for _ in images], mode="tensor")
     for samples in (None, [DetDataSample(), DetDataSample()]):
-        torch.testing.assert_close(model(images, samples, mode="tensor"), expected, rtol=0, atol=0)
+        assert_close(model(images, samples, mode="tensor"), expected, rtol=0, atol=0)
     assert len(model(images, mode="predict")[0].pred_instances) == 5
 
 
@@ -132,7 +133,7 @@ def test_autocast():
     assert logits.dtype == boxes.dtype == torch.float32
     for name, loss in rounded.items():
         assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss, exact[name], rtol=0.1, atol=0.05)
+        assert_close(loss, exact[name], rtol=0.1, atol=0.05)
     backward(rounded)
     assert not without_gradient(model)
 
@@ -156,14 +157,14 @@ def test_encoder_checkpointing_changes_nothing():
         model.encoder.num_cp = num_cp
         sum(model(images, samples, mode="loss").values()).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*gradients)
+    assert_close(*gradients)
 
 
 def test_init_weights():
     model = MODELS.build(config(**VARIANTS["refine"]))
     model.init_weights()
     head = model.bbox_head
-    torch.testing.assert_close(head.cls_branches[1].bias.sigmoid(), torch.full((3,), 0.01))
+    assert_close(head.cls_branches[1].bias.sigmoid(), torch.full((3,), 0.01))
     assert head.reg_branches[0][-1].bias.tolist() == [0, 0, -2, -2]
     assert head.reg_branches[1][-1].bias.tolist() == [0, 0, 0, 0]
     assert not head.reg_branches[0][-1].weight.any()
@@ -291,7 +292,7 @@ def test_compile_traces_from_images_to_raw_outputs_without_a_break(device):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     outs, expected = compiled(images, samples, mode="tensor"), model(images, samples, mode="tensor")
-    torch.testing.assert_close(outs, expected, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
+    assert_close(outs, expected, rtol=1e-3, atol=1e-3 if device == "cuda" else 1e-5)
 
 
 class RawOutputs(torch.nn.Module):
@@ -314,7 +315,7 @@ def test_an_export_leaves_no_tables_without_numbers():
         found = program.module()(images)
     for one, other in zip(found, expected, strict=True):
         assert type(other) is torch.Tensor
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert are_finite(model.train()(images, samples, mode="loss"))
 
 

@@ -13,6 +13,7 @@ from mmengine.structures import InstanceData
 from tiny_detr import VARIANTS, batch, config, train, train_by_graphs
 from tiny_detr import build as variant
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 from training_steps import backward
 
 from visdet.engine import AmpOptimWrapper
@@ -91,7 +92,7 @@ def test_room_changes_nothing():
         backward(losses)
         results.append({**losses, **{name: p.grad for name, p in model.named_parameters()}})
     for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+        assert_close(other, results[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("count", "room"), [(0, 8), (8, 8), (9, 16), (17, 24)])
@@ -205,4 +206,4 @@ def test_the_head_decodes_all_layers_side_by_side_in_training():
         expected = head(hidden, references)
     for one, other in zip(found, expected, strict=True):
         assert one.requires_grad
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(one, other, rtol=1e-4, atol=1e-5)

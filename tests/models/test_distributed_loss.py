@@ -4,6 +4,7 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 from two_processes import assert_same_gradients, in_two_processes, values
 
 from visdet.models import DeformableDETRHead
@@ -48,7 +49,7 @@ def train(num_objects):
     together = losses(model, num_objects)
     sum(together.values()).backward()
     assert_same_gradients(parameter.grad for parameter in model.parameters())
-    torch.testing.assert_close(together, alone)
+    assert_close(together, alone)
     return values(together)
 
 

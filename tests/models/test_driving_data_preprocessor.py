@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.dataset import pseudo_collate
+from torch.testing import assert_close
 
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
@@ -37,7 +38,7 @@ def test_a_batch():
     )
     assert batch["inputs"].shape == (2, 2, 3, 4, 6) and batch["inputs"].dtype == torch.float32
     blue = items[1]["inputs"][1, 0].float()
-    torch.testing.assert_close(batch["inputs"][1, 1, 2], (blue - MEAN[2]) / STD[2], atol=1e-5, rtol=1e-5)
+    assert_close(batch["inputs"][1, 1, 2], (blue - MEAN[2]) / STD[2], atol=1e-5, rtol=1e-5)
     assert [sample.token for sample in batch["data_samples"]] == ["t1", "t2"]
     frames = batch_of(batch["data_samples"])
     assert frames["timestamp"].dtype == torch.float64

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from visdet.models.layers import FusedSampleAttention
 
@@ -62,9 +63,9 @@ def test_is_what_it_says(num_octaves, channels_last, fused):
     if channels_last:
         given["images"] = given["images"].contiguous(memory_format=torch.channels_last)
     out, weights = attention(**given)
-    torch.testing.assert_close(out, written_out(attention, **given))
+    assert_close(out, written_out(attention, **given))
     assert weights.shape == (B, G, Q, D)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, G, Q, dtype=torch.float64))
+    assert_close(weights.sum(-1), torch.ones(B, G, Q, dtype=torch.float64))
 
 
 def test_gradients_are_the_definitions():
@@ -77,7 +78,7 @@ def test_gradients_are_the_definitions():
         grads.append([tensor.grad for tensor in (*given.values(), *attention.parameters())])
     for ours, expected in zip(*grads, strict=True):
         assert expected.abs().max() > 0
-        torch.testing.assert_close(ours, expected)
+        assert_close(ours, expected)
 
 
 def test_masked_samples_count_for_nothing():
@@ -85,7 +86,7 @@ def test_masked_samples_count_for_nothing():
     mask = torch.rand(B, Q, D) < 0.4
     mask[..., 0] = False
     out, weights = attention(**given, sample_mask=mask)
-    torch.testing.assert_close(out, written_out(attention, **given, sample_mask=mask))
+    assert_close(out, written_out(attention, **given, sample_mask=mask))
     assert not weights.masked_select(mask.unsqueeze(1)).any()
 
 
@@ -96,7 +97,7 @@ def test_query_without_samples_takes_nothing():
     given = {name: tensor.requires_grad_() for name, tensor in given.items()}
     out, weights = attention(**given, sample_mask=mask)
     assert not weights[0, :, 1].any()
-    torch.testing.assert_close(out[0, 1], given["query"][0, 1] + attention.output_proj.bias)
+    assert_close(out[0, 1], given["query"][0, 1] + attention.output_proj.bias)
     out.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in given.values())
 
@@ -107,8 +108,8 @@ def test_autocast_keeps_scores_and_weights_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         rounded, weights = attention(**given)
     assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, exact_weights, rtol=0.1, atol=0.03)
-    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
+    assert_close(weights, exact_weights, rtol=0.1, atol=0.03)
+    assert_close(rounded, exact, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(("queries", "depth_samples"), [(0, D), (Q, 0)])
@@ -119,7 +120,7 @@ def test_empty(queries, depth_samples):
         given[name] = given[name][:, :queries, :depth_samples]
     out, weights = attention(**given)
     assert weights.shape == (B, G, queries, depth_samples)
-    torch.testing.assert_close(out, given["query"] + attention.output_proj.bias)
+    assert_close(out, given["query"] + attention.output_proj.bias)
 
 
 @pytest.mark.parametrize(

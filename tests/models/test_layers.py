@@ -7,6 +7,7 @@ import pytest
 import torch
 from golden import golden, under
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers import (
     FFN,
@@ -48,9 +49,9 @@ def test_conv_module_names(norm_cfg, expected):
 def test_conv_module_is_conv_norm_activation():
     block = ConvModule(3, 4, 3, padding=1, norm_cfg={"type": "GN", "num_groups": 2})
     x = torch.randn(2, 3, 5, 7)
-    torch.testing.assert_close(block(x), torch.relu(block.gn(block.conv(x))))
+    assert_close(block(x), torch.relu(block.gn(block.conv(x))))
     linear = ConvModule(3, 4, 3, act_cfg=None)
-    torch.testing.assert_close(linear(x), linear.conv(x))
+    assert_close(linear(x), linear.conv(x))
 
 
 @pytest.mark.parametrize(
@@ -98,10 +99,10 @@ def test_ffn_names_and_sum():
     assert names(ffn) == {f"layers.{i}.{p}" for i in ("0.0", "1") for p in ("weight", "bias")}
     x, identity = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     inner = ffn.layers[1](torch.relu(ffn.layers[0][0](x)))
-    torch.testing.assert_close(ffn(x), x + inner)
-    torch.testing.assert_close(ffn(x, identity), identity + inner)
+    assert_close(ffn(x), x + inner)
+    assert_close(ffn(x, identity), identity + inner)
     ffn.add_identity = False
-    torch.testing.assert_close(ffn(x), inner)
+    assert_close(ffn(x), inner)
     assert "layers.1.0.weight" in names(FFN(8, 12, num_fcs=3))
 
 
@@ -110,10 +111,8 @@ def test_positional_encoding_golden(name):
     arrays = golden("modules")
     encoding = SinePositionalEncoding(**json.loads(str(arrays[f"{name}/config"])))
     given, expected = under(arrays, f"{name}/input"), under(arrays, f"{name}/output")
-    torch.testing.assert_close(encoding(given["mask"]), expected["masked"], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        encoding(None, given["shape_only"]), expected["unmasked"], rtol=1e-4, atol=1e-5
-    )
+    assert_close(encoding(given["mask"]), expected["masked"], rtol=1e-4, atol=1e-5)
+    assert_close(encoding(None, given["shape_only"]), expected["unmasked"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -138,4 +137,4 @@ def test_multihead_attention_is_that_of_torch(kind, batch_first):
     expected = attention.attn(
         query, key, value, need_weights=False, attn_mask=masks.get("attn_mask"), key_padding_mask=padding
     )[0]
-    torch.testing.assert_close(attention(query, key, value, **masks) - query, expected)
+    assert_close(attention(query, key, value, **masks) - query, expected)

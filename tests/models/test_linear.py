@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers.linear import Linear, are_alike, each_of_its_own
 
@@ -45,14 +46,14 @@ def test_layers_side_by_side_compute_what_each_does_alone():
         each_of_its_own(chains, x),
         torch.stack([f(row) for f, row in zip(chains, x, strict=True)]),
     )
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     gradient = torch.randn_like(expected)
     for one, other in zip(
         torch.autograd.grad(found, parameters, gradient),
         torch.autograd.grad(expected, parameters, gradient),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
 
 
 def test_other_layers_do_not_go_side_by_side():

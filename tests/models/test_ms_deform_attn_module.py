@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet.models.layers import MultiScaleDeformableAttention
 
@@ -37,10 +38,10 @@ def test_starts_as_a_ring_of_uniform_weights():
     attention = MultiScaleDeformableAttention(embed_dims=32, num_heads=8, num_levels=3, num_points=2)
     bias = attention.sampling_offsets.bias.detach().view(8, 3, 2, 2)
     assert torch.equal(bias[:, 0], bias[:, 2])
-    torch.testing.assert_close(bias[:, :, 1], 2 * bias[:, :, 0])
-    torch.testing.assert_close(bias[0, 0, 0], torch.tensor([1.0, 0.0]))
-    torch.testing.assert_close(bias[1, 0, 0], torch.tensor([1.0, 1.0]))
-    torch.testing.assert_close(bias[4, 0, 0], torch.tensor([-1.0, 0.0]), atol=1e-6, rtol=0)
+    assert_close(bias[:, :, 1], 2 * bias[:, :, 0])
+    assert_close(bias[0, 0, 0], torch.tensor([1.0, 0.0]))
+    assert_close(bias[1, 0, 0], torch.tensor([1.0, 1.0]))
+    assert_close(bias[4, 0, 0], torch.tensor([-1.0, 0.0]), atol=1e-6, rtol=0)
     for parameter in (attention.sampling_offsets.weight, *attention.attention_weights.parameters()):
         assert not parameter.any()
     assert attention.value_proj.weight.abs().max().item() <= math.sqrt(6 / 64)
@@ -50,7 +51,7 @@ def test_one_reference_serves_the_whole_batch_and_all_levels():
     attention, given = module(), inputs()
     shared = given["reference_points"][:1, :, :1]
     expected = attention(**{**given, "reference_points": shared.expand(2, -1, 2, -1)})
-    torch.testing.assert_close(attention(**{**given, "reference_points": shared}), expected)
+    assert_close(attention(**{**given, "reference_points": shared}), expected)
 
 
 def test_identity_and_default_value():
@@ -58,7 +59,7 @@ def test_identity_and_default_value():
     query, identity = torch.randn(2, 35, 12), torch.randn(2, 35, 12)
     given = {"reference_points": torch.rand(2, 35, 1, 2), "spatial_shapes": SHAPES[:1]}
     difference = attention(query, identity=identity, **given) - attention(query, value=query, **given)
-    torch.testing.assert_close(difference, identity - query)
+    assert_close(difference, identity - query)
 
 
 def test_channels_that_do_not_suit_the_heads():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from visdet.models.layers.twice_as_large import add_twice_as_large
 from visdet.models.necks import FPN, ChannelMapper
@@ -55,7 +56,7 @@ def test_a_map_is_added_to_one_twice_as_large(layout, device):
     assert torch.equal(total, expected) and total.is_contiguous(memory_format=layout)
     grad = torch.randn_like(total)
     found, true = (torch.autograd.grad(one, (finer, coarser), grad) for one in (total, expected))
-    torch.testing.assert_close(found, true)
+    assert_close(found, true)
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers.normalization import BatchNorm2d
 
@@ -21,7 +22,7 @@ def test_the_layer_is_that_of_torch(device, training, options):
             torch.randn(2, 16, 6, 5 + seed, generator=generator).to(device, memory_format=torch.channels_last)
             for _ in range(2)
         )
-        torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
+        assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
         expected = F.relu(stock(x) + residual)
-        torch.testing.assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.state_dict(), stock.state_dict(), rtol=1e-5, atol=1e-5)
+        assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
+    assert_close(ours.state_dict(), stock.state_dict(), rtol=1e-5, atol=1e-5)

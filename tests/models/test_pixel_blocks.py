@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers.pixel_blocks import in_blocks, suits_blocks
 
@@ -17,13 +18,13 @@ def test_the_convolution_of_blocks_is_that_of_pixels(size, channels, device):
     weights = weight.requires_grad_(), weight.detach().clone().requires_grad_()
     expected = F.conv2d(images, weights[0], stride=2, padding=3)
     found = F.conv2d(*in_blocks(images, weights[1]))
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     gradient = torch.randn_like(expected)
     of_pixels, of_blocks = (
         torch.autograd.grad(output, leaf, gradient)[0]
         for output, leaf in zip((expected, found), weights, strict=True)
     )
-    torch.testing.assert_close(of_blocks, of_pixels)
+    assert_close(of_blocks, of_pixels)
 
 
 @pytest.mark.cuda
@@ -35,6 +36,4 @@ def test_blocks_serve_the_stem_of_a_resnet_in_16_bits():
     with torch.autocast("cuda", torch.bfloat16):
         assert suits_blocks(stem, images)
         assert not any(suits_blocks(other.cuda(), images) for other in others)
-        torch.testing.assert_close(
-            F.conv2d(*in_blocks(images, stem.weight)), stem(images), rtol=2e-2, atol=2e-2
-        )
+        assert_close(F.conv2d(*in_blocks(images, stem.weight)), stem(images), rtol=2e-2, atol=2e-2)

@@ -5,6 +5,7 @@ import torch
 from plain_layers import CHECKS, check_layers
 from tiny_detr import VARIANTS, batch, build
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers.normalization import add_and_norm
 from visdet.models.layers.plain import all_rows, is_plain
@@ -63,7 +64,7 @@ def test_a_hook_changes_what_follows(name):
     before = run(model)[-1]
     [(given, output)] = seen
     if "." in name:
-        torch.testing.assert_close(output, module(given))
+        assert_close(output, module(given))
     module.register_forward_hook(halves)
     assert not torch.allclose(run(model)[-1], before)
 
@@ -87,7 +88,7 @@ def test_a_subclass_of_a_norm_is_called_as_it_is_defined():
     norm = Doubled(16)
     assert not is_plain(norm, MODELS.get("LN"))
     expected = nn.functional.layer_norm(TOKENS + TOKENS, (16,)) * 2
-    torch.testing.assert_close(add_and_norm(norm, TOKENS, TOKENS), expected)
+    assert_close(add_and_norm(norm, TOKENS, TOKENS), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +114,4 @@ def test_what_is_not_plain(change):
 def test_a_compiled_layer_is_plain():
     attention, run = case("attention")
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(compiled), run(attention))
+    assert_close(run(compiled), run(attention))

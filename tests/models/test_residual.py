@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.layers.feed_forward import FFN
 from visdet.models.layers.ms_deform_attn import MultiScaleDeformableAttention
@@ -40,7 +41,7 @@ def test_a_layer_normalises_its_own_sum(kind, norm, trains, device):
     norm = NORMS[norm].to(device)
     x, more = torch.randn(2, 5, 32, device=device), arguments(kind, device)
     with torch.set_grad_enabled(trains):
-        torch.testing.assert_close(layer(x, **more, norm=norm), norm(layer(x, **more)), rtol=1e-5, atol=1e-5)
+        assert_close(layer(x, **more, norm=norm), norm(layer(x, **more)), rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_within_the_sum(device):
@@ -50,7 +51,7 @@ def test_dropout_within_the_sum(device):
     kept = out > 0
     assert 0.65 < kept.float().mean() < 0.85
     expected = norm(torch.where(kept, 4 / 3, 0.0))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(add_and_norm(None, branch, identity, dropout.eval()), branch)
 
 

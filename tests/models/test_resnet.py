@@ -8,6 +8,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn.utils import prune
+from torch.testing import assert_close
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from visdet.models.backbones import ResNet
@@ -38,7 +39,7 @@ def test_features_are_torchvisions(depth):
     x = torch.randn(1, 3, 64, 96)
     stages = create_feature_extractor(theirs, ["layer1", "layer2", "layer3", "layer4"])(x)
     for out, expected in zip(ours(x), stages.values(), strict=True):
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_caffe_style_strides_in_the_first_convolution():
@@ -93,7 +94,7 @@ def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, d
         expected = separate(x)
     for found, right in ((outs, expected), (_gradients(folded, outs), _gradients(separate, expected))):
         for a, b in zip(found, right, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+            assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
 def _gradients(backbone, outs):
@@ -112,7 +113,7 @@ def test_widths_that_fill_no_vector_under_autocast(base_channels):
         found = backbone(x)
     torch.cuda.synchronize()
     for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+        assert_close(ours.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
 
 
 def test_weights_that_a_hook_makes_are_not_folded():
@@ -121,7 +122,7 @@ def test_weights_that_a_hook_makes_are_not_folded():
     conv = backbone.layer1[0].conv1
     expected = backbone(x)[-1]
     prune.identity(conv, "weight")
-    torch.testing.assert_close(backbone(x)[-1], expected)
+    assert_close(backbone(x)[-1], expected)
     with torch.no_grad():
         conv.weight_orig.mul_(3)
         assert not torch.allclose(backbone(x)[-1], expected)
@@ -150,7 +151,7 @@ def test_checkpointing_changes_nothing(norm, norm_eval, dtype, device):
     tolerance = 1e-6 if device == "cpu" else 1e-3
     for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= tolerance * (b.grad.norm() + 1e-3)
-    torch.testing.assert_close(list(plain.buffers()), list(saving.buffers()))
+    assert_close(list(plain.buffers()), list(saving.buffers()))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_weights_from_a_file(tmp_path, wrap):
     contents = {**source.state_dict(), "fc.weight": torch.zeros(2, 32), "fc.bias": torch.zeros(2)}
     torch.save(wrap(contents), tmp_path / "weights.pth")
     loaded = from_checkpoint(tmp_path / "weights.pth")
-    torch.testing.assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
+    assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
 def test_weights_under_a_prefix(tmp_path):

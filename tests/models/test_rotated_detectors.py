@@ -8,6 +8,7 @@ from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
 from tiny_detr import BATCH, VARIANTS, batch, batches, config, started, train, train_by_graphs
 from torch.distributions import MultivariateNormal, kl_divergence
+from torch.testing import assert_close
 from training_steps import backward, without_gradient
 
 from visdet.engine import AmpOptimWrapper
@@ -54,11 +55,11 @@ def test_the_coder_round_trips():
     boxes = drawn(2, 7)
     unit = CODER.to_unit(boxes, WHWH)
     assert ((unit[..., :4] > 0) & (unit[..., :4] < 1)).all()
-    torch.testing.assert_close(CODER.to_pixels(unit, WHWH), boxes)
-    torch.testing.assert_close(CODER.decoded(CODER.encoded(unit, torch.logit)), unit)
+    assert_close(CODER.to_pixels(unit, WHWH), boxes)
+    assert_close(CODER.decoded(CODER.encoded(unit, torch.logit)), unit)
     still = torch.zeros(2, 7, 5)
-    torch.testing.assert_close(CODER.refined(still, unit, torch.logit), unit)
-    torch.testing.assert_close(CODER.jittered(boxes, still, WHWH), unit)
+    assert_close(CODER.refined(still, unit, torch.logit), unit)
+    assert_close(CODER.jittered(boxes, still, WHWH), unit)
 
 
 @pytest.mark.parametrize("version, low, high", [("le90", -2, 2), ("le135", -1, 3), ("oc", 0, 2)])
@@ -80,13 +81,13 @@ def test_denoising_moves_sides_in_the_direction_of_the_box():
     coder = UprightBoxCoder()
     expected = coder.jittered(cxcywh_to_xyxy(boxes[..., :4]), shift[..., :4], WHWH)  # none leaves the image
     moved = CODER.to_pixels(CODER.jittered(upright, shift, WHWH), WHWH)
-    torch.testing.assert_close(cxcywh_to_xyxy(moved[..., :4]), coder.to_pixels(expected, WHWH))
+    assert_close(cxcywh_to_xyxy(moved[..., :4]), coder.to_pixels(expected, WHWH))
     right = CODER.jittered(turned_right(boxes), shift, TURNED_WHWH)
     as_before = turned_right(CODER.to_pixels(CODER.jittered(boxes, shift, WHWH), WHWH))
-    torch.testing.assert_close(CODER.to_pixels(right, TURNED_WHWH), as_before)
+    assert_close(CODER.to_pixels(right, TURNED_WHWH), as_before)
     shift[..., 4] = 0.5
     more = CODER.jittered(boxes, shift, WHWH)[..., 4] - boxes[..., 4]
-    torch.testing.assert_close(more, torch.full_like(more, math.pi / 8))
+    assert_close(more, torch.full_like(more, math.pi / 8))
 
 
 def test_attention_turns_with_its_reference():
@@ -110,10 +111,10 @@ def test_attention_turns_with_its_reference():
     boxes = CODER.to_unit(drawn(1, 6), WHWH)
     right = CODER.to_unit(turned_right(CODER.to_pixels(boxes, WHWH)), TURNED_WHWH)
     found = attended([level.rot90(-1, (2, 3)) for level in maps], right)
-    torch.testing.assert_close(found, attended(maps, boxes))
+    assert_close(found, attended(maps, boxes))
     boxes[..., 4] = 0
     upright = UprightBoxCoder().to_unit(cxcywh_to_xyxy(CODER.to_pixels(boxes, WHWH)[..., :4]), WHWH)
-    torch.testing.assert_close(attended(maps, boxes), attended(maps, upright))
+    assert_close(attended(maps, boxes), attended(maps, upright))
 
 
 def test_gaussian_distances_by_matrices():
@@ -127,12 +128,12 @@ def test_gaussian_distances_by_matrices():
 
     p, q = (MultivariateNormal(boxes[:, :2], spread(boxes) / 4) for boxes in (pred, target))
     expected = 1 - 1 / (1 + kl_divergence(q, p).log1p())
-    torch.testing.assert_close(loss_of("kld", pred, target), expected)
+    assert_close(loss_of("kld", pred, target), expected)
     one, other, shift = spread(pred) / 12, spread(target) / 12, (pred - target)[:, :2]
     middle = (one + other) / 2
     distance = (shift * torch.linalg.solve(middle, shift)).sum(-1) / 8
     distance += (middle.logdet() - (one.logdet() + other.logdet()) / 2) / 2
-    torch.testing.assert_close(loss_of("probiou", pred, target), (1 - (-distance).exp()).sqrt())
+    assert_close(loss_of("probiou", pred, target), (1 - (-distance).exp()).sqrt())
 
 
 for_each_loss = pytest.mark.parametrize("name", LOSSES)
@@ -168,7 +169,7 @@ def test_a_quarter_turn_of_everything_changes_no_loss(name):
     right = loss_of(name, turned_right(pred), turned_right(target), TURNED_WHWH)
     if name == "l1":  # sin and cos of twice the angle change their signs only
         expected, right = expected.sum(), right.sum()
-    torch.testing.assert_close(right, expected)
+    assert_close(right, expected)
 
 
 @for_each_loss
@@ -194,7 +195,7 @@ def test_costs_are_the_losses_of_pairs(name):
     cost = TASK_UTILS.build({"type": "RotatedBoxCost", "loss": LOSSES[name], "weight": 2.0})
     found = cost.pairwise(torch.zeros(3, 1, 6, 2), pred, targets_of(true))
     assert found.shape == (3, 1, 6, 4)
-    torch.testing.assert_close(found[2, 0, 5, 3], 2 * loss_of(name, pred[2, :, 5], true[:, 3])[0])
+    assert_close(found[2, 0, 5, 3], 2 * loss_of(name, pred[2, :, 5], true[:, 3])[0])
 
 
 ROTATED = {
@@ -258,9 +259,9 @@ def test_replayed_steps_are_eager_steps(loss_iou, wrapper, tolerance):
     eager, graphed = (build("dino", loss_iou=loss_iou).cuda() for _ in range(2))
     expected = train(eager, wrapper, data=data)
     losses = train_by_graphs(graphed, wrapper, data=data)
-    torch.testing.assert_close(losses[:4], expected[:4], rtol=tolerance, atol=tolerance)
+    assert_close(losses[:4], expected[:4], rtol=tolerance, atol=tolerance)
     later = 8 * tolerance  # Steps that learn carry on what was rounded in another way.
-    torch.testing.assert_close(losses, expected, rtol=later, atol=later)
+    assert_close(losses, expected, rtol=later, atol=later)
 
 
 @pytest.mark.parametrize(

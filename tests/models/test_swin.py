@@ -8,6 +8,7 @@ from detr_golden import assert_norms
 from golden import close, every, golden, golden_state, sampled, under
 from mmengine.optim import OptimWrapper
 from tiny_detr import VARIANTS, config, train, train_by_graphs
+from torch.testing import assert_close
 from training_steps import gradients_of
 
 from visdet.models import SwinTransformer
@@ -68,7 +69,7 @@ def test_a_checkpoint_of_the_original(tmp_path):
         state["layers.0.downsample.norm.bias"],
     )
     expected = merged @ state["layers.0.downsample.reduction.weight"].T
-    torch.testing.assert_close(model.stages[0].downsample(x), expected, rtol=1e-4, atol=1e-4)
+    assert_close(model.stages[0].downsample(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_stages_do_not_learn_or_drop():
@@ -104,4 +105,4 @@ def test_replayed_steps_are_eager_steps():
         models.append(MODELS.build(given).cuda().train())
     expected = train(models[0], OptimWrapper)
     losses = train_by_graphs(models[1], OptimWrapper)
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert_close(losses, expected, rtol=1e-3, atol=1e-3)

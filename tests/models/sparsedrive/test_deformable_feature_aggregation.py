@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sparsedrive_golden import built, close
+from torch.testing import assert_close
 
 from visdet.ops import feature_maps_format
 from visdet.ops.deformable_aggregation_fused import locations_and_weights
@@ -105,7 +106,7 @@ def test_config_is_left_alone_and_residual_modes():
     assert before == BOX_POINTS
     output = joined(*inputs)
     assert output.shape == (2, 5, 32) and torch.equal(output[..., 16:], inputs[0])
-    torch.testing.assert_close(added(*inputs), output[..., :16] + inputs[0])
+    assert_close(added(*inputs), output[..., :16] + inputs[0])
 
 
 def test_a_projection_that_requires_grad_gets_one():
@@ -114,7 +115,7 @@ def test_a_projection_that_requires_grad_gets_one():
     projection = inputs[-1]["projection_mat"].clone().requires_grad_()
     metas = {**inputs[-1], "projection_mat": projection}
     output = make_module()(*inputs[:-1], metas)
-    torch.testing.assert_close(output, fused, rtol=1e-4, atol=1e-4)
+    assert_close(output, fused, rtol=1e-4, atol=1e-4)
     (grad,) = torch.autograd.grad(output.square().sum(), projection)
     assert grad.isfinite().all() and grad.any()
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_driving import motion_frame, tiny_config, tiny_stage2
+from torch.testing import assert_close
 from training_steps import without_gradient
 
 from visdet.engine.stages import StagedModel
@@ -41,7 +42,7 @@ def test_motion_learns_from_the_same_instances_as_with_all_losses():
     for time in (0.0, 0.5):
         losses = [one.losses(*motion_frame([time, time])) for one in staged]
         for name, value in losses[0].items():
-            torch.testing.assert_close(value, losses[1][name])
+            assert_close(value, losses[1][name])
     assert len(losses[1]) > len(losses[0])
 
 
@@ -58,7 +59,7 @@ def test_a_plan_is_what_differs_from_going_on():
             (result,) = staged.predictions(*motion_frame([time], poses=[pose]))
     steps = result.pred_plan.final_planning.diff(dim=0, prepend=torch.zeros(1, 2))
     # 5 m in the last 0.5 s go on, and 0.25 m a step are predicted on top.
-    torch.testing.assert_close(steps, torch.tensor([0.25, 5.25]).expand(6, 2), atol=1e-4, rtol=0)
+    assert_close(steps, torch.tensor([0.25, 5.25]).expand(6, 2), atol=1e-4, rtol=0)
 
 
 def test_frozen_perception_needs_motion():

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.models.sparsedrive.mlp import SideBySide, linear_relu_ln
 
@@ -19,4 +20,4 @@ def test_perceptrons_side_by_side(device):
     assert not together.state_dict()
     parts = [torch.randn(2, 5, count, device=device) for count in inputs]
     expected = [module(part) for module, part in zip(modules, parts, strict=True)]
-    torch.testing.assert_close(together(modules, parts), expected, rtol=1e-4, atol=1e-4)
+    assert_close(together(modules, parts), expected, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sparsedrive_golden import close, decoded, module_case
+from torch.testing import assert_close
 
 from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
@@ -47,7 +48,7 @@ def test_an_agent_that_stands_keeps_its_heading():
     paths = torch.tensor([[[0.0, 0.0], [1, -1], [0.3, 0.3]], [[0, 0], [1, 1], [2, 2]]])
     turned = math.pi / 4
     expected = torch.tensor([[2.0, 2, 2], [0, turned, turned]])
-    torch.testing.assert_close(_yaws(paths, torch.tensor([2.0, 0.0])), expected)
+    assert_close(_yaws(paths, torch.tensor([2.0, 0.0])), expected)
 
 
 def make_queue(**changes):
@@ -91,8 +92,8 @@ def test_queue_follows_ids():
         queue, [(first, True), (second, True)]
     )
     assert features.shape == (1, 4, 2, 8)
-    torch.testing.assert_close(features[0, 0, 0], first[0]["instance_feature"][0, 2])
-    torch.testing.assert_close(features[0, 1, 0], first[0]["instance_feature"][0, 0])
+    assert_close(features[0, 0, 0], first[0]["instance_feature"][0, 2])
+    assert_close(features[0, 1, 0], first[0]["instance_feature"][0, 0])
     assert is_absent[0].tolist() == [[False, False], [False, False], [True, False], [False, False]]
     assert state.period.tolist() == [[2, 2, 1]]
     assert ego_anchor[0, 0, 9].item() == 4.0  # the speed predicted in the frame before
@@ -106,7 +107,7 @@ def test_queue_forgets_the_oldest_and_goes_on_from_any_state():
     (expected,), _ = run_queue(queue, frames[4:], kept)
     run_queue(queue, frames[:2])
     (again,), _ = run_queue(queue, frames[4:], kept)
-    torch.testing.assert_close(again[:5], expected[:5], rtol=0, atol=0)
+    assert_close(again[:5], expected[:5], rtol=0, atol=0)
 
 
 def moving_frame(time, place, yaw=0.0):
@@ -138,7 +139,7 @@ def test_the_ego_knows_its_motion_from_poses():
         assert velocity == pytest.approx(expected, abs=1e-5)
     assert all(embed.shape == (1, 1, 8) and embed.requires_grad for embed in embeds)
     unknown, known, other, standing, dropped = embeds
-    torch.testing.assert_close(unknown, dropped)
+    assert_close(unknown, dropped)
     for different in (known, other, standing):
         assert not torch.allclose(different, unknown, atol=1e-2)
     assert make_queue().ego_motion_embed(InstanceQueueState()) is None
@@ -153,7 +154,7 @@ def test_the_change_of_velocity_counts_from_the_third_frame_on():
 
     steady, braking = embed_after([0, 2, 4]), embed_after([0, 3, 5])  # 4 m/s, and down to it from 6 m/s
     assert not torch.allclose(steady, braking, atol=1e-2)
-    torch.testing.assert_close(embed_after([1, 3]), embed_after([2, 4]))
+    assert_close(embed_after([1, 3]), embed_after([2, 4]))
 
 
 def head_parts():

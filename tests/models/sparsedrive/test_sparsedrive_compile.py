@@ -2,6 +2,7 @@
 
 import torch
 from tiny_driving import motion_frame, tiny_stage2
+from torch.testing import assert_close
 
 from visdet.execution.tensor_tree import tensors_of
 
@@ -24,5 +25,5 @@ def test_from_images_to_results_there_is_one_graph():
             batch = model.prediction_batch(*motion_frame([time, time], seed=int(2 * time)), state)
             found, _ = compiled(batch)
             expected = model.detections(batch)
-            torch.testing.assert_close(tensors_of(found), tensors_of(expected[0]))
+            assert_close(tensors_of(found), tensors_of(expected[0]))
             state = model.state_after(expected, batch)

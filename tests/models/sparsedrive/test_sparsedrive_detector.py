@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_driving import NUM_DET, frame, tiny_config, tiny_model
+from torch.testing import assert_close
 from training_steps import are_finite, backward, without_gradient
 
 from visdet.engine.stages import StagedModel
@@ -54,11 +55,11 @@ def test_a_batch_of_two_sequences_equals_two_single_runs():
             assert torch.equal(alone_images[0], images[sample])
             alone, single[sample] = raw(model, alone_images, alone_data, single[sample])
             for name, value in alone.items():
-                torch.testing.assert_close(together[name][sample], value[0], atol=2e-4, rtol=2e-4, msg=name)
+                assert_close(together[name][sample], value[0], atol=2e-4, rtol=2e-4, msg=name)
         if i == 2:
             fresh, _ = raw(model, *frame(times[:1], seed=[(i, 0)], poses=poses[:1]))
             for name, value in fresh.items():
-                torch.testing.assert_close(together[name][0], value[0], atol=2e-4, rtol=2e-4, msg=name)
+                assert_close(together[name][0], value[0], atol=2e-4, rtol=2e-4, msg=name)
 
 
 def test_the_model_keeps_nothing_and_frames_without_a_state_have_no_ids():
@@ -88,7 +89,7 @@ def test_the_state_survives_a_checkpoint(tmp_path):
         torch.manual_seed(0)
         outcomes.append(one.losses(*frame([0.5], seed=1, scenes=["a"])))
         one.state = before
-    torch.testing.assert_close(*outcomes, rtol=0, atol=0)
+    assert_close(*outcomes, rtol=0, atol=0)
     assert len(outcomes[0]) > 20
     assert_older_checkpoints_load(model, staged.state)
     with pytest.raises(ValueError, match="unknown 'Elsewhere'"):
@@ -162,7 +163,7 @@ def test_denoising_queries_are_invisible_to_the_others():
         without = model(images, samples, mode="tensor")[0]
     assert "dn_prediction" in with_dn and "dn_prediction" not in without
     assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)
-    torch.testing.assert_close(with_dn["prediction"][-1], without["prediction"][-1], atol=1e-4, rtol=1e-4)
+    assert_close(with_dn["prediction"][-1], without["prediction"][-1], atol=1e-4, rtol=1e-4)
 
 
 def test_sparse4d_alone():

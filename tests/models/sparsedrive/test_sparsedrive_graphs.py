@@ -8,8 +8,10 @@ import pytest
 import torch
 from from_host import copies_of_losses
 from mmengine.optim import OptimWrapper
+from numpy.testing import assert_allclose
 from tiny_driving import frame, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs.half_leaves import CastsNoted, HalfLeaves
@@ -97,9 +99,9 @@ def test_gradients_computed_beside_a_backward_pass_are_those_of_autograd():
     assert sum(one is None for one in found) > len(parameters) // 2
     for pairs in later.rounds(list(zip(parameters, sums, strict=True))):
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-    torch.testing.assert_close(losses, results[0][0], rtol=0, atol=0)
+    assert_close(losses, results[0][0], rtol=0, atol=0)
     for expected, sum_ in zip(results[0][1], sums, strict=True):
-        torch.testing.assert_close(sum_, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()) + 1e-12)
+        assert_close(sum_, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()) + 1e-12)
 
 
 def train(model, wrapper, graphs=None):
@@ -140,7 +142,7 @@ def test_training_by_graphs_gives_the_losses_and_gradients_of_eager_steps(dtype,
     graphed_losses, graphed_gradient, graphed_state = train(model, wrapper, graphs)
     # Without history, with it, and where one of the two sequences starts anew.
     assert graphs.counts == {"of a new shape": 3, "replayed": len(SCENES) - 3}, said
-    torch.testing.assert_close(graphed_losses, losses, rtol=1e-6, atol=1e-6)
+    assert_close(graphed_losses, losses, rtol=1e-6, atol=1e-6)
     assert (graphed_gradient - gradient).norm() < tolerance * gradient.norm()
     assert layout_of(graphed_state) == layout_of(state)
     assert graphed_state.clock.timestamp == state.clock.timestamp
@@ -151,7 +153,7 @@ def assert_same_predictions(found, expected):
         for found_one, expected_one in zip(found_pair, expected_pair, strict=True):
             assert found_one.keys() == expected_one.keys()
             for name, value in expected_one.items():
-                np.testing.assert_allclose(
+                assert_allclose(
                     np.asarray(found_one[name]), np.asarray(value), rtol=1e-4, atol=1e-4, err_msg=name
                 )
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sparsedrive_golden import built, close
+from torch.testing import assert_close
 
 from visdet.models.sparsedrive import (
     AsymmetricFFN,
@@ -61,8 +62,8 @@ def test_rejections():
 def test_box_code_by_hand():
     box = torch.tensor([[1.0, 2.0, 3.0, math.e, 1.0, math.e**2, math.pi / 2, 4.0, 5.0]])
     code = encode_box(box)
-    torch.testing.assert_close(code, torch.tensor([[1.0, 2, 3, 1, 0, 2, 1, 0, 4, 5]]), atol=1e-6, rtol=0)
-    torch.testing.assert_close(decode_box(code), box)
+    assert_close(code, torch.tensor([[1.0, 2, 3, 1, 0, 2, 1, 0, 4, 5]]), atol=1e-6, rtol=0)
+    assert_close(decode_box(code), box)
     assert encode_box(torch.zeros(1, 9)).isfinite().all()
     assert decode_box(torch.full((1, 11), 1e4)).isfinite().all()
 
@@ -74,6 +75,6 @@ def test_anchors_keep_float32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         embed = encoder(anchor)
         refined, classification, _ = refine(embed, anchor, embed)
-    torch.testing.assert_close(embed, encoder(anchor), rtol=0, atol=0)
+    assert_close(embed, encoder(anchor), rtol=0, atol=0)
     assert refined.dtype == torch.float32 and classification.dtype == torch.bfloat16
-    torch.testing.assert_close(refined, refine(embed, anchor, embed)[0], rtol=0, atol=0)
+    assert_close(refined, refine(embed, anchor, embed)[0], rtol=0, atol=0)

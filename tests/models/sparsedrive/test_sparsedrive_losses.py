@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sparsedrive_golden import close, module_case
+from torch.testing import assert_close
 
 from visdet.models.losses import CrossEntropyLoss, GaussianFocalLoss
 from visdet.models.sparsedrive import DenseDepthNet, LinesL1Loss, SparseLineLoss
@@ -35,7 +36,7 @@ def test_masked_rows_equal_picked_rows():
     mask = torch.tensor([True, False, True, True, False, False])
     masked = loss(box, target, weight, torch.tensor(3.0), quality=quality, cls_target=labels, mask=mask)
     picked = loss(box[mask], target[mask], weight[mask], 3.0, quality=quality[mask], cls_target=labels[mask])
-    torch.testing.assert_close(masked, picked)
+    assert_close(masked, picked)
 
 
 def test_no_rows_give_a_zero_with_a_gradient():
@@ -94,7 +95,7 @@ def test_depth_does_not_depend_on_the_memory_format():
             (depth.detach(), *torch.autograd.grad(depth.square().sum(), [rows, *module.parameters()]))
         )
     assert results[0][0].shape == (6, 1, 4, 6)
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 def test_depth_survives_divergence_and_no_ground_truth():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sparsedrive_golden import built, close, decoded
+from torch.testing import assert_close
 
 from visdet.models.necks import FPN
 from visdet.models.sparsedrive import GridMask, SparseBox3DDecoder, SparsePoint3DDecoder
@@ -105,10 +106,10 @@ def test_fpn_keys_and_sums():
     outs = neck(maps)
     fine, coarse = neck.lateral_convs[0](maps[0]), neck.lateral_convs[1](maps[1])
     up = torch.nn.functional.interpolate(coarse, size=(7, 9), mode="nearest")
-    torch.testing.assert_close(outs[0], neck.fpn_convs[0](fine + up))
-    torch.testing.assert_close(outs[1], neck.fpn_convs[1](coarse))
-    torch.testing.assert_close(outs[2], neck.fpn_convs[2](outs[1]))
-    torch.testing.assert_close(outs[3], neck.fpn_convs[3](outs[2].relu()))
+    assert_close(outs[0], neck.fpn_convs[0](fine + up))
+    assert_close(outs[1], neck.fpn_convs[1](coarse))
+    assert_close(outs[2], neck.fpn_convs[2](outs[1]))
+    assert_close(outs[3], neck.fpn_convs[3](outs[2].relu()))
 
 
 @pytest.mark.parametrize("how", [False, "on_input", "on_lateral", True])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sparsedrive_golden import built, close, lists
+from torch.testing import assert_close
 
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget
 from visdet.models.sparsedrive.base_target import assigned_instances
@@ -100,7 +101,7 @@ def test_denoising_queries_of_a_gpu_have_few_shapes(add_neg_dn, count, max_dn_gt
     for one, other in zip(found[1:3], expected[1:3], strict=True):
         near = [x.unflatten(1, (2, copies, -1))[:, :, 0] for x in (one, other)]
         kept = near[1].shape[2]
-        torch.testing.assert_close(near[0][:, :, :kept], near[1], rtol=0, atol=0)
+        assert_close(near[0][:, :, :kept], near[1], rtol=0, atol=0)
     assert torch.equal(found.valid_mask.sum(1), expected.valid_mask.sum(1))
     # Nothing but itself attends to a query that is there for the shape alone.
     kept = min(count, max_dn_gt or count)
