@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WIDE_TYPES = (torch.float32, torch.float64)
+FLOATING = (*WIDE_TYPES, *HALVES)
 # Numbers of at least this magnitude are not compared, because the operator may overflow where float64 does not.
 EXTREME = 1e4
 HUGE = 1e30

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.problem import wide_of
+from tests.fuzz.problem import FLOATING, wide_of
 from visdet.ops import _library
 from visdet.ops.devices import DEVICES, Device
 
+of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 needs_library = pytest.mark.skipif(
     not _library.is_loaded("cuda"), reason="the CUDA library, which makes the plans, is not built"
 )
@@ -97,7 +98,7 @@ def attention_sizes(draw):
         C=draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 71, 128, 256, 1025]))),
         P=draw(st.one_of(st.integers(0, 9), st.sampled_from([4, 8, 300]))),
         shapes=shapes,
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),
+        dtype=draw(st.sampled_from(FLOATING)),
     )
 
 

@@ -114,7 +114,10 @@ def test_autocast_changes_no_number_and_no_type(name, device):
         assert_close(found, expected, equal_nan=True)  # types, too
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+of_each_operator = pytest.mark.parametrize("name", OPERATORS)
+
+
+@of_each_operator
 def test_another_default_device_changes_nothing(name):
     for problem in sound_problems(name, "cpu", 3):
         expected = results(name, problem)
@@ -193,7 +196,7 @@ def test_deterministic_algorithms_repeat_every_bit(name, number):
     assert have_equal_bits(found)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@of_each_operator
 def test_threads_change_no_bit(name):
     problems = large_problems(name)
     with Recorded() as recorded:
@@ -209,7 +212,7 @@ def test_threads_change_no_bit(name):
     assert have_equal_bits(found)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@of_each_operator
 def test_plain_torch_serves_where_the_library_is_missing(name, monkeypatch):
     problems = [problem_of(name, number, 3, "cpu") for number in range(len(OPERATORS[name].of_size))]
     problems = problems or large_problems(name)

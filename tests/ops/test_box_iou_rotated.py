@@ -60,10 +60,10 @@ def _draw_suppression(is_normal: bool) -> Callable[[Draw], Problem]:
         flat = boxes[:, FLAT].double()
         if is_normal:
             flat[:, 4] = 0
-        overlaps = _table("flat")(flat, flat)
-        given = {"boxes": boxes, "scores": scores, "iou_threshold": draw.random.uniform(0.05, 0.95)}
-        is_near = ((overlaps - given["iou_threshold"]).abs() < 1e-4) | overlaps.isnan()
-        near = (overlaps > given["iou_threshold"]) & (overlaps != IS_NAN)
+        overlaps, threshold = _table("flat")(flat, flat), draw.random.uniform(0.05, 0.95)
+        given = {"boxes": boxes, "scores": scores, "iou_threshold": threshold}
+        is_near = ((overlaps - threshold).abs() < 1e-4) | overlaps.isnan()
+        near = (overlaps > threshold) & (overlaps != IS_NAN)
         return Problem(given, skip={"output": bool(is_near.any())}, reference_arguments={"boxes": near})
 
     return draw_problem
@@ -71,8 +71,9 @@ def _draw_suppression(is_normal: bool) -> Callable[[Draw], Problem]:
 
 def _same_kept(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
     kept = greedily_kept(problem.arguments["scores"], problem.reference_arguments["boxes"])
-    is_wrong = got[0].dtype != torch.int64 or (not problem.skip["output"] and got[0].tolist() != kept)
-    return f"kept {got[0].tolist()}, expected {kept}" if is_wrong else ""
+    found = got[0].tolist()
+    is_wrong = got[0].dtype != torch.int64 or (not problem.skip["output"] and found != kept)
+    return f"kept {found}, expected {kept}" if is_wrong else ""
 
 
 def _boxes(draw: Draw, N: int, columns: int) -> Tensor:
@@ -317,17 +318,16 @@ def test_what_is_no_number_overlaps_nothing(backend):
 
 def test_angles_turn_either_way(backend):
     boxes, other = torch.tensor([[0.0, 0, 4, 1, 0.5]]), torch.tensor([[1.0, 1, 4, 1, 0.5]])
-    turned, turned_other = boxes * torch.tensor([1, 1, 1, 1, -1]), other * torch.tensor([1, 1, 1, 1, -1])
-    mirrored = box_iou_rotated(turned, turned_other)
+    mirror = torch.tensor([1, 1, 1, 1, -1])
+    mirrored, upright = box_iou_rotated(boxes * mirror, other * mirror), box_iou_rotated(boxes, other)
     assert torch.equal(box_iou_rotated(boxes, other, clockwise=False), mirrored)
-    assert abs(mirrored - box_iou_rotated(boxes, other)) > 0.1
+    assert abs(mirrored - upright) > 0.1
     both, scores = torch.cat([boxes, other]), torch.tensor([0.9, 0.8])
-    threshold = (mirrored.item() + box_iou_rotated(boxes, other).item()) / 2
-    lengths = {
-        clockwise: len(nms_rotated(both, scores, threshold, clockwise=clockwise)[1])
-        for clockwise in (True, False)
-    }
-    assert sorted(lengths.values()) == [1, 2]
+    threshold = (mirrored + upright).item() / 2
+    lengths = [
+        len(nms_rotated(both, scores, threshold, clockwise=clockwise)[1]) for clockwise in (True, False)
+    ]
+    assert sorted(lengths) == [1, 2]
 
 
 def test_an_overlap_equal_to_the_threshold_is_not_more(backend):

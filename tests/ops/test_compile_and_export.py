@@ -109,7 +109,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layer", "inputs_of"), CASES)
+of_all_layers = pytest.mark.parametrize(("layer", "inputs_of"), CASES)
+
+
+@of_all_layers
 def test_compiles_whole_for_any_size(layer, inputs_of):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -126,7 +129,7 @@ def test_compiles_whole_for_any_size(layer, inputs_of):
             assert_close(*grads, equal_nan=True)
 
 
-@pytest.mark.parametrize(("layer", "inputs_of"), CASES)
+@of_all_layers
 def test_exports_with_a_size_that_changes(layer, inputs_of):
     first, second = inputs_of(SIZES[0]), inputs_of(SIZES[1])
     changes = tuple(

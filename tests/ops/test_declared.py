@@ -134,9 +134,9 @@ def test_what_does_not_fit_is_refused(call, message):
 
 
 def test_gathered_integers_and_complex_numbers_are_exact():
-    large = torch.tensor([[[2**24 + 1, 3]]])
-    assert ops.gather_points(large, torch.tensor([[0]])).item() == 2**24 + 1
-    assert ops.gather_points(torch.tensor([[[1 + 2j]]]), torch.tensor([[0]])).item() == 1 + 2j
+    first, large, number = torch.tensor([[0]]), 2**24 + 1, 1 + 2j
+    assert ops.gather_points(torch.tensor([[[large, 3]]]), first).item() == large
+    assert ops.gather_points(torch.tensor([[[number]]]), first).item() == number
 
 
 def test_an_integer_mask_is_one():
@@ -230,5 +230,6 @@ def test_regions_of_any_size_take_bounded_time_and_memory(aligned):
     assert ops.riroi_align_rotated(x, rotated, 7, 1.0, 0, 4).isfinite().all()
     for step in (10**5, 10**6, 2**31 - 1):
         assert filtered_activations.upfirdn2d(x, ones(2, 2), down=(step, step)).shape == (1, 4, 1, 1)
-    assert label_growth.contour_expand(ones(1, 1, 2), torch.tensor([[2**62, 0]]), 1, 1) == [[2**62, 0]]
+    labels = [[2**62, 0]]
+    assert label_growth.contour_expand(ones(1, 1, 2), torch.tensor(labels), 1, 1) == labels
     assert time.monotonic() - begin < 20

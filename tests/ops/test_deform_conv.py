@@ -277,7 +277,7 @@ def test_plain_torch_counts_pixels_beyond_float32():
     assert out.flatten().tolist() == [0, 0, 0, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_the_offset_decides_the_type(dtype, backend):
     x, offset, mask, weight = CASES["settings"].tensors(torch.float32, "cpu")
     rest = mask, weight, None, *CASES["settings"].settings[:3]
@@ -317,8 +317,11 @@ def model_of(pack):
     return torch.nn.Sequential(torch.nn.ModuleDict(dict(a=Block(pack))), pack(4, 4, 1), Block(pack))
 
 
+of_both_packs = pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+
+
 @pytest.mark.parametrize("loader", ["torch", "mmengine", "mmengine.load_checkpoint"])
-@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+@of_both_packs
 def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path):
     model = model_of(pack)
     rename_offset_layers_on_load(model)
@@ -347,7 +350,7 @@ def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path)
 
 @pytest.mark.filterwarnings("ignore:.*is of version 1")
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+@of_both_packs
 def test_offset_layers_that_are_not_loaded_are_named(pack, strict):
     model = model_of(pack)
     state = _version_one(model)

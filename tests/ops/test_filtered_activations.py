@@ -20,17 +20,16 @@ def test_derivatives_of_activations_are_those_of_autograd(act, clamp, device):
     (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
     number = list(ACTIVATIONS).index(act) + 1
     empty, rest = x.new_empty(0), (1, number, 0.2, 1.4, clamp)
-    assert torch.equal(mmcv_ext.bias_act(x.detach(), bias, empty, empty, empty, 0, *rest), y)
+    input, output, is_of_output = x.detach(), y.detach(), act in ("linear", "relu", "lrelu")
+    assert torch.equal(mmcv_ext.bias_act(input, bias, empty, empty, empty, 0, *rest), y)
     # The wrapper gives the result where that is enough, and otherwise the input.
-    known = (
-        (empty, empty, y.detach()) if act in ("linear", "relu", "lrelu") else (bias, x.detach(), y.detach())
-    )
-    given = mmcv_ext.bias_act(dy.detach(), known[0], known[1], known[2], empty, 1, *rest)
+    known = (empty, empty) if is_of_output else (bias, input)
+    given = mmcv_ext.bias_act(dy.detach(), *known, output, empty, 1, *rest)
     assert_close(given, dx.detach())
-    if act not in ("linear", "relu", "lrelu"):
+    if not is_of_output:
         ddx = torch.randn_like(dx)
         (expected,) = torch.autograd.grad(dx, x, ddx)
-        second = mmcv_ext.bias_act(ddx, bias, x.detach(), y.detach(), dy.detach(), 2, *rest)
+        second = mmcv_ext.bias_act(ddx, bias, input, output, dy.detach(), 2, *rest)
         assert_close(second, expected)
 
 

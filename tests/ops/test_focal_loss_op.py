@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import WIDE_TYPES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import SigmoidFocalLoss, SoftmaxFocalLoss, corner_pool, sigmoid_focal_loss, softmax_focal_loss
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 
@@ -188,7 +188,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 def test_losses_of_extreme_logits(dtype, device):
     logits = torch.tensor(
         [[0.0, 1e-8, -1e-8, 30.0, -30.0, 87.5, -87.5, 700.0, -700.0, 1e30, -1e30]], dtype=dtype, device=device

@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, generator_of, largest, rand, wide_of
+from tests.fuzz.problem import (
+    HALVES,
+    WIDE_TYPES,
+    Draw,
+    Operator,
+    Problem,
+    generator_of,
+    largest,
+    rand,
+    wide_of,
+)
 from visdet.ops import (
     gaussian_field,
     gaussian_field_reference,
@@ -395,7 +405,7 @@ def test_every_path_gives_the_same(op, dtype, path, tolerance):
     assert all(relative_error(one, wanted) < bound for one, wanted in pairs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_gaussian_without_thickness_leaves_the_others_alone(axis, dtype, device):
     points = torch.tensor(

@@ -130,7 +130,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["random", "equal", "invalid", "near"])
+of_all_kinds = pytest.mark.parametrize("kind", ["random", "equal", "invalid", "near"])
+
+
+@of_all_kinds
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_emulated_kernel_agrees_with_scipy(library, case, kind):
     layers, counts, N, Q, threads = case
@@ -161,7 +164,7 @@ def are_one_to_one(index, counts, N):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["random", "equal", "invalid", "near"])
+@of_all_kinds
 @pytest.mark.parametrize(
     "case",
     [

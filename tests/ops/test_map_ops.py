@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.fuzz.images import draw_images, near_pixels, sample_sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, WIDE_TYPES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     CARAFEPack,
     ConvAWS2d,
@@ -100,7 +100,7 @@ def _draw_points(draw: Draw) -> Problem:
         "padding_mode": draw.pick("zeros", "zeros", "border", "reflection"),
     }
     usual = settings["mode"] == "bilinear" and not settings["align_corners"]
-    exact = images.dtype in (torch.float32, torch.float64)
+    exact = images.dtype in WIDE_TYPES
     near = near_pixels(images, points * 2 - 1)
     has_bad = not bool((points.isfinite() & (points.abs() < 1e3)).all())
     unsure = has_bad or not usual or not exact or bool(near.any())
@@ -228,7 +228,7 @@ def test_points():
     assert_close(bilinear_grid_sample(x, grid), F.grid_sample(x, grid, align_corners=False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_points_of_large_16_bit_maps(dtype, channels_last):
     """torch's CPU kernel counts the numbers of a map in 16 bits where they are of 16 bits."""
@@ -267,7 +267,7 @@ def test_simple_roi_align_keeps_the_order_of_regions():
     assert SimpleRoIAlign(2, 1.0)(x, rois[:0]).shape == (0, 1, 2, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_simple_roi_align_places_samples_in_float32(dtype):
     """The map counts columns from column 240, where positions in bfloat16 are off by up to half a pixel."""
     x = (torch.arange(256.0) - 240).expand(1, 1, 8, 256).to(dtype)

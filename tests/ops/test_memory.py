@@ -25,7 +25,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+of_each_call = pytest.mark.parametrize("call", CALLS)
+
+
+@of_each_call
 def test_a_cpu_without_the_memory_raises_what_torch_raises(call):
     with pytest.raises(
         RuntimeError, match=r"DefaultCPUAllocator: can't allocate memory.* 17592186044416 byte"
@@ -35,7 +38,7 @@ def test_a_cpu_without_the_memory_raises_what_torch_raises(call):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("call", CALLS)
+@of_each_call
 def test_a_gpu_without_the_memory_raises_torchs_error(call):
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate"):
         CALLS[call]("cuda")

@@ -16,13 +16,14 @@ from calls import (
     without_synchronisation,
 )
 from golden import golden, under
-from path_cases import launches_of_attention
+from path_cases import launches_of_attention, of_two_types
 from torch import Tensor
 from torch.testing import assert_close
 
 from tests.fuzz.attention import attention_sizes, error_factor, level_tables
 from tests.fuzz.problem import (
     HALVES,
+    WIDE_TYPES,
     Draw,
     Operator,
     Problem,
@@ -188,7 +189,6 @@ OPERATORS = (
 )
 
 
-of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 on_cuda = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
@@ -198,14 +198,17 @@ def assert_matches_reference(case, of_value, of_coordinates):
     assert_matches(ms_deform_attn, ms_deform_attn_reference, case, *tolerances)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+of_all_types = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@of_all_types
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name, dtype, device, deterministic):
     case = make_case(*CASES[name], dtype=dtype, device=device)
     assert_matches_reference(case, TOLERANCE[dtype], 1e-12 if dtype == torch.float64 else 2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 7, 8, 12, 15, 17, 20, 31, 33, 65])
 def test_any_number_of_samples_leaves_the_neighbours_alone(P, dtype):
     # CPU loops run to whole registers: past a row's samples they read the next row's, which here are no numbers.
@@ -380,7 +383,7 @@ MANY_ROWS = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@of_all_types
 @pytest.mark.parametrize("name", MANY_ROWS)
 def test_many_rows_match_reference(name, dtype, device):
     B, *sizes = MANY_ROWS[name]
@@ -452,7 +455,7 @@ ENCODERS = {
 
 
 @on_cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_gradients_of_an_encoder(name, dtype, device, deterministic):
     # float32 rounds a position on 150 columns by 1e-5 texels.
@@ -501,7 +504,7 @@ def test_gradients_of_a_large_map_with_few_samples_a_cell(device, deterministic)
     assert_matches_reference(case, 1e-4, 1e-4)  # of a position on 250 texels; float32 rounds it
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 @pytest.mark.parametrize("extent", [0.0, 0.01, 0.3])
 def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
     # 12000 samples a level in one cell, in a few and in a hundred: more than a block sorts at once.

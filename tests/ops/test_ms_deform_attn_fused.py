@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from calls import assert_matches, changed_calls, exact, relative_error
-from path_cases import launches_of_fused_attention
+from path_cases import launches_of_fused_attention, of_two_types
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -304,7 +304,7 @@ def test_references_that_need_no_gradient(num_points, references, types, device,
     assert_matches_reference(case, of=(0, 4, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_two_types
 @pytest.mark.parametrize("of", [(0, 4, 5), (0, 3, 4, 5)], ids=["offsets", "references-and-offsets"])
 def test_gradients_of_an_encoders_many_rows(of, dtype, device):
     """A block of the CUDA kernel owns rows of two heads, and more than it works out the softmax of at a time."""

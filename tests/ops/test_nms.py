@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.testing import assert_close
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, Seeded, generator_of, wide_of
+from tests.fuzz.problem import FLOATING, WIDE_TYPES, Draw, Operator, Problem, Seeded, generator_of, wide_of
 from tests.fuzz.suppression import LABELS, greedily_kept, random_scores, same_kept, with_scores
 from visdet.ops import (
     batched_nms,
@@ -43,7 +43,7 @@ def of_random_problem(seed, N, columns=4, dtype=None):
     """Return boxes, scores, classes, candidates and a threshold, with ties, overlaps at thresholds and bad numbers."""
     number = seed * 1009 + N
     draw, numbers = random.Random(number), Seeded(number)
-    dtype, rand = dtype or draw.choice([torch.float32, torch.float64]), numbers.uniform
+    dtype, rand = dtype or draw.choice(WIDE_TYPES), numbers.uniform
     corner, sides = rand(N, 2) * draw.choice([4, 20, 100]), rand(N, 2) * draw.choice([3, 20]) - 0.1
     if draw.random() < 0.5:
         corner, sides = corner.round(), sides.round()
@@ -88,7 +88,7 @@ def _draw_overlaps(draw: Draw) -> Problem:
         "aligned": aligned,
         "offset": offset,
     }
-    exact = all(arguments[name].dtype in (torch.float32, torch.float64) for name in ("bboxes1", "bboxes2"))
+    exact = all(arguments[name].dtype in WIDE_TYPES for name in ("bboxes1", "bboxes2"))
     return Problem(
         arguments,
         differentiable=("bboxes1", "bboxes2"),
@@ -357,7 +357,7 @@ def test_soft_nms_by_hand():
     assert soft_nms(BOXES, SCORES, 0.3, min_score=0.1)[1].tolist() == [0, 3, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", WIDE_TYPES)
 @pytest.mark.parametrize("threshold", [-0.1, 0.0, 1 / 3, 0.5, 1.0])
 def test_nms_match_puts_boxes_into_the_first_group_that_takes_them(threshold, dtype):
     corners, sides = torch.randint(40, (300, 2), dtype=dtype), torch.randint(9, (300, 2), dtype=dtype)
@@ -467,8 +467,11 @@ def test_random_problems_have_torchvisions_result(backend):
         assert torch.equal(kept_indices(boxes, scores, threshold, classes, chosen), keep)
 
 
+of_all_forms = pytest.mark.parametrize("columns", [4, 5, 8])
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("columns", [4, 5, 8])
+@of_all_forms
 @pytest.mark.parametrize("N", [1, 63, 64, 65, 1000, 5000])
 def test_the_gpu_keeps_what_the_cpu_keeps(columns, N):
     for seed in range(60 if N <= 1000 else 8):
@@ -494,7 +497,7 @@ def test_many_disjoint_boxes_are_kept(device):
 def test_boxes_of_many_strips_have_torchvisions_result(axis):
     """From 512 boxes on the CPU divides a class into strips: wide boxes, points, and bad numbers among them."""
     generator = generator_of(axis)
-    for dtype in (torch.float32, torch.float64):
+    for dtype in WIDE_TYPES:
         corner = torch.rand(3000, 2, generator=generator).to(dtype) * torch.tensor([1e4, 300.0]).roll(axis)
         sides = torch.rand(3000, 2, generator=generator).to(dtype) * 40
         sides[::50, axis] *= 200
@@ -508,7 +511,7 @@ def test_boxes_of_many_strips_have_torchvisions_result(axis):
             assert torch.equal(keep, kept_by_torchvision(boxes, scores, None, None, threshold))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("kind", ["nms", *SOFT_METHODS])
 def test_every_class_is_suppressed_as_if_alone(kind, dtype, device):
     """Far from the origin and with many classes, where moving classes apart would round the overlaps."""
@@ -673,7 +676,7 @@ def kept_by_emulation(library, boxes, scores, classes, is_candidate, threshold):
     return keep[: called(library.suppress, is_double, columns, float(threshold), *given, N, keep)]
 
 
-@pytest.mark.parametrize("columns", [4, 5, 8])
+@of_all_forms
 def test_kernels_keep_what_the_cpu_keeps(library, columns):
     sizes = [1, 2, 63, 64, 65, 130, 300]
     for seed, N in itertools.product(range(6 if columns == 4 else 2), sizes):

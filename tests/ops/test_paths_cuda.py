@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from path_cases import PYRAMID, attention, fused, needs_library
+from path_cases import PYRAMID, attention, fused, needs_library, of_two_types
 from torch.testing import assert_close
 
 from tests.fuzz.problem import Seeded
@@ -54,7 +54,6 @@ def assert_matches(function, given, dtype, seed=0):
 
 
 SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
-of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 plain_and_fused = pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
 
@@ -106,10 +105,13 @@ FORMS = {
 }
 
 
+of_all_forms = pytest.mark.parametrize("form", FORMS)
+
+
 @pytest.mark.cuda
 @of_two_types
 @plain_and_fused
-@pytest.mark.parametrize("form", FORMS)
+@of_all_forms
 def test_every_form_of_the_forward(form, make, dtype):
     sizes = {"shapes": SMALL, "dtype": dtype, "tables": False, **FORMS[form]}
     tables, dtype = sizes.pop("tables"), sizes["dtype"]
@@ -122,7 +124,7 @@ def test_every_form_of_the_forward(form, make, dtype):
 
 @needs_library
 @of_two_types
-@pytest.mark.parametrize("form", FORMS)
+@of_all_forms
 def test_every_form_of_the_forward_is_served_on_an_h200(form, dtype):
     path, sizes = path_of(form), {"shapes": SMALL, "dtype": dtype, **FORMS[form]}
     sizes.pop("tables", None)
@@ -251,9 +253,12 @@ FORM_CASES = [
 ]
 
 
+of_all_cases = pytest.mark.parametrize(("make", "name"), FORM_CASES)
+
+
 @needs_library
 @of_two_types
-@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+@of_all_cases
 def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
     path, given, _ = backward_form(name, make, dtype, "meta")
     for device in ("H200", "T4"):
@@ -264,7 +269,7 @@ def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
 
 @pytest.mark.cuda
 @of_two_types
-@pytest.mark.parametrize(("make", "name"), FORM_CASES)
+@of_all_cases
 def test_every_form_of_the_backward(make, name, dtype):
     path, given, dtype = backward_form(name, make, dtype, "cpu")
     with backward_only(path):

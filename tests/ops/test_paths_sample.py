@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from path_cases import needs_library
+from path_cases import needs_library, of_two_types
 
 from visdet.ops import explain, sample_dot, sample_sum
 from visdet.ops.devices import DEVICES, present_device
@@ -59,8 +59,11 @@ def test_images_are_copied_and_read_in_runs_that_the_cache_holds(op, octaves, dt
     assert kernels == expected
 
 
+of_both_operators = pytest.mark.parametrize("op", PASSES)
+
+
 @needs_library
-@pytest.mark.parametrize("op", PASSES)
+@of_both_operators
 def test_channels_last_images_are_read_where_they_are(op):
     kernels = launches(op, arguments(op, **PUBLISHED, channels_last=True), "H200")
     assert kernels == [(PASSES[op], 8 * 256)]
@@ -111,9 +114,9 @@ FUNCTIONS = {"sample_sum": sample_sum, "sample_dot": sample_dot}
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_two_types
 @pytest.mark.parametrize("sizes", [(9, 140, 128, 256, 64, 123, 4, 6), (5, 31, 40, 30, 7, 300, 3, 0)], ids=str)
-@pytest.mark.parametrize("op", PASSES)
+@of_both_operators
 def test_overlapping_runs_read_what_was_copied(op, sizes, dtype):
     function, given = FUNCTIONS[op], make(op, *sizes, dtype=dtype)
     expected = function(given[0].to(memory_format=torch.channels_last), *given[1:])
@@ -126,7 +129,7 @@ def test_overlapping_runs_read_what_was_copied(op, sizes, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("op", PASSES)
+@of_both_operators
 def test_overlapping_runs_are_captured_in_a_graph(op):
     function, given = FUNCTIONS[op], make(op, 6, 140, 64, 96, 32, 50, 4, 6)
     with choose_for(tiny_cache()):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulation import called
 
-from tests.fuzz.problem import Seeded
+from tests.fuzz.problem import WIDE_TYPES, Seeded
 from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
 
@@ -67,7 +67,7 @@ void knn(const void* points, const void* centers, int64_t B, int64_t N, int64_t 
 OF_TYPE(float32, float)
 OF_TYPE(float64, double)
 """
-TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+TYPES = pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 
 
 def run(library, name, dtype, *arguments):
@@ -85,9 +85,12 @@ def cloud(seed, *shape, dtype):
     return points.to(dtype)
 
 
+of_three_seeds = pytest.mark.parametrize("seed", range(3))
+
+
 # Up to 8 float32 or 4 float64 points of each of the 1024 threads are in registers.
 @TYPES
-@pytest.mark.parametrize("seed", range(3))
+@of_three_seeds
 @pytest.mark.parametrize("B, N, num_points", [(2, 1, 3), (1, 3, 5), (2, 1025, 3), (1, 4097, 3), (1, 9000, 3)])
 def test_samples(library, B, N, num_points, seed, dtype):
     points = cloud(seed, B, N, 3, dtype=dtype)
@@ -97,7 +100,7 @@ def test_samples(library, B, N, num_points, seed, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("seed", range(3))
+@of_three_seeds
 @pytest.mark.parametrize("B, N", [(2, 3), (1, 1100)])
 def test_samples_of_a_table_whose_distances_may_be_negative(library, B, N, seed, dtype):
     table = cloud(seed, B, N, N, dtype=dtype)
@@ -110,7 +113,7 @@ def test_samples_of_a_table_whose_distances_may_be_negative(library, B, N, seed,
 
 
 @TYPES
-@pytest.mark.parametrize("seed", range(3))
+@of_three_seeds
 @pytest.mark.parametrize("is_stacked", [False, True])
 @pytest.mark.parametrize("B, N, M, count", [(2, 70, 9, 5), (1, 0, 3, 2), (1, 31, 1, 40), (2, 300, 5, 33)])
 def test_balls(library, B, N, M, count, is_stacked, seed, dtype):
@@ -124,7 +127,7 @@ def test_balls(library, B, N, M, count, is_stacked, seed, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("seed", range(3))
+@of_three_seeds
 @pytest.mark.parametrize("k", [1, 3, 4, 16, 17, 128])
 @pytest.mark.parametrize("B, N, M", [(2, 70, 9), (1, 0, 3), (1, 2, 130), (2, 600, 3)])
 def test_neighbours(library, B, N, M, k, seed, dtype):

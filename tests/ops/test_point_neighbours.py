@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, generator_of, nothing, rand, wide_of
+from tests.fuzz.problem import (
+    FLOATING,
+    Draw,
+    Operator,
+    Problem,
+    draw_cloud,
+    generator_of,
+    nothing,
+    rand,
+    wide_of,
+)
 from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.ops import (
     ball_query,
@@ -65,10 +75,13 @@ def _draw_balls(draw: Draw) -> Problem:
     return Problem(arguments)
 
 
+def _widened(points: Tensor) -> Tensor:
+    return points.to(wide_of(points.dtype))
+
+
 def _balls(min_radius: float, max_radius: float, sample_num: int, xyz: Tensor, center_xyz: Tensor) -> Tensor:
-    wide = wide_of(xyz.dtype)
     return ball_query_reference(
-        xyz.to(wide), center_xyz.to(wide), min_radius**2, max_radius**2, sample_num, False
+        _widened(xyz), _widened(center_xyz), min_radius**2, max_radius**2, sample_num, False
     )
 
 
@@ -94,8 +107,8 @@ def _stacked_balls(
     center_xyz: Tensor,
     center_xyz_batch_cnt: Tensor,
 ) -> Tensor:
-    clouds = xyz.to(wide_of(xyz.dtype)).split(xyz_batch_cnt.tolist())
-    centers = center_xyz.to(wide_of(xyz.dtype)).split(center_xyz_batch_cnt.tolist())
+    clouds = _widened(xyz).split(xyz_batch_cnt.tolist())
+    centers = _widened(center_xyz).split(center_xyz_batch_cnt.tolist())
     options = 0.0, max_radius**2, sample_num, True
     parts = [
         ball_query_reference(one[None], its[None], *options)[0]
@@ -115,7 +128,7 @@ def _draw_knn(draw: Draw) -> Problem:
 
 
 def _nearest(k: int, xyz: Tensor, center_xyz: Tensor) -> tuple[Tensor, Tensor]:
-    return knn_reference(xyz.to(wide_of(xyz.dtype)), center_xyz.to(wide_of(xyz.dtype)), k)
+    return knn_reference(_widened(xyz), _widened(center_xyz), k)
 
 
 def _draw_three(draw: Draw) -> Problem:
@@ -141,11 +154,11 @@ def _draw_samples_of_table(draw: Draw) -> Problem:
 
 
 def _samples(points_xyz: Tensor, num_points: int) -> Tensor:
-    return furthest_point_sample_reference(points_xyz.to(wide_of(points_xyz.dtype)), num_points, False)
+    return furthest_point_sample_reference(_widened(points_xyz), num_points, False)
 
 
 def _samples_of_table(points_dist: Tensor, num_points: int) -> Tensor:
-    return furthest_point_sample_reference(points_dist.to(wide_of(points_dist.dtype)), num_points, True)
+    return furthest_point_sample_reference(_widened(points_dist), num_points, True)
 
 
 def _of_centers(**settings: Any) -> Callable[[int], Problem]:
@@ -221,7 +234,7 @@ OPERATORS = (
 )
 
 
-TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+of_all_types = pytest.mark.parametrize("dtype", FLOATING)
 
 
 def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):
@@ -234,7 +247,7 @@ def squared_distances(one, other):
     return (one.double()[:, :, None] - other.double()[:, None]).square().sum(3)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@of_all_types
 @pytest.mark.parametrize("low", [0.0, 0.6])
 def test_ball_query_takes_the_first_points_that_are_near(dtype, low, device):
     points, centers = cloud(2, 30, 3, dtype=dtype), cloud(2, 11, 3, seed=1, dtype=dtype)
@@ -260,7 +273,7 @@ def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     assert index.tolist() == [[[0, 0]]] and distances.isinf().all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@of_all_types
 @pytest.mark.parametrize(("k", "D"), [(1, 3), (3, 3), (12, 3), (40, 3), (3, 1), (3, 2), (3, 5)])
 def test_knn_is_a_stable_sort_of_distances(dtype, k, D, device):
     points, centers = cloud(2, 30, D, dtype=dtype), cloud(2, 7, D, seed=1, dtype=dtype)
@@ -281,7 +294,7 @@ def furthest_loop(distances, count):
     return chosen
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@of_all_types
 def test_furthest_point_sample_is_the_loop(dtype, device):
     points = cloud(3, 20, 3, dtype=dtype)
     pairs = squared_distances(points, points)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.fuzz.problem import generator_of
+from tests.fuzz.problem import WIDE_TYPES, generator_of
 from visdet.ops import _library
 from visdet.ops.mmcv.point_sets import nearest_points_reference, points_in_polygons_reference
 from visdet.ops.mmcv.points_in_boxes import points_in_boxes_all_reference, points_in_boxes_part_reference
@@ -41,7 +41,7 @@ def numbers(generator, kind, dtype, device, *shape):
     return drawn.mT.contiguous().mT if kind % 5 == 4 and drawn.dim() > 1 else drawn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", WIDE_TYPES, ids=str)
 @pytest.mark.parametrize("name", list(REFERENCES))
 def test_kernels_are_the_definitions_to_the_bit(name, dtype, device):
     if not _library.is_loaded(device):

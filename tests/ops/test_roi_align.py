@@ -72,7 +72,10 @@ def compare(turned, name, dtype, device, mode="avg"):
     return grad
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+of_all_types = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@of_all_types
 @pytest.mark.parametrize("name", CASES)
 def test_the_cpu_kernels_match_the_definitions(name, dtype):
     compare(False, name, dtype, "cpu")
@@ -94,18 +97,24 @@ for name in tests.CASES:
     in_a_process(script, VISDET_CPU_ISA=isa)
 
 
+upright_and_rotated = pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+
+
+on_cases_of_cuda = pytest.mark.parametrize("name", CASES_OF_CUDA)
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", CASES_OF_CUDA)
-@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+@of_all_types
+@on_cases_of_cuda
+@upright_and_rotated
 def test_the_cuda_kernels_match_the_definitions(turned, name, dtype):
     compare(turned, name, dtype, "cuda")
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", CASES_OF_CUDA)
-@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+@of_all_types
+@on_cases_of_cuda
+@upright_and_rotated
 @in_order()
 def test_gradients_in_order(turned, name, dtype):
     first = compare(turned, name, dtype, "cuda")
@@ -126,7 +135,7 @@ def test_gradients_in_order_of_any_size(scale, device):
     assert found.isnan().flatten(2).any(2).sum() == 1
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+@upright_and_rotated
 def test_regions_that_count_for_nothing(turned, device):
     x, rois, *settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, turned, device)
     bad = rois[[1] * 6].clone()

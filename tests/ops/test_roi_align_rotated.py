@@ -167,7 +167,7 @@ def test_a_point_outside_the_map_reads_no_pixel():
     assert rotated_feature_align(x, torch.full((1, 3, 3, 5), 99.0), 1.0, 5).isnan().sum() == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_of_rotated_filters_are_rounded_once(dtype):
     filters = torch.ones(1, 1, 1, 1, 1, dtype=dtype, requires_grad=True)
     rotated = active_rotated_filter(filters, torch.ones(1, 1, 1, 9).int())

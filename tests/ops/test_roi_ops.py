@@ -122,9 +122,9 @@ def test_roi_align_by_hand():
 
 
 def test_maximum_mode_takes_the_largest_sample():
-    x = maps(torch.float64)
-    fine = roi_align(x, ROIS.double()[:2], (4, 6), 1.0, 1, "avg", True)  # one sample in each quarter of a bin
-    coarse = roi_align(x, ROIS.double()[:2], (2, 3), 1.0, 2, "max", True)
+    x, rois = maps(torch.float64), ROIS.double()[:2]
+    fine = roi_align(x, rois, (4, 6), 1.0, 1, "avg", True)  # one sample in each quarter of a bin
+    coarse = roi_align(x, rois, (2, 3), 1.0, 2, "max", True)
     assert_close(coarse, torch.nn.functional.max_pool2d(fine, 2))
 
 
@@ -257,9 +257,9 @@ def test_roi_pool_of_more_rows_than_float32_counts(rows):
 
 @pytest.mark.cuda
 def test_roi_pool_of_more_images_than_float32_counts():
-    B = (1 << 24) + 1  # which is 2^24 as float32
-    images = torch.ones(B, 1, 1, 1, device="cuda")
-    rois = torch.tensor([[float(1 << 24) + 2, 0, 0, 0, 0], [float(1 << 24), 0, 0, 0, 0]], device="cuda")
+    whole = 1 << 24  # float32 has no number between it and whole + 2
+    images = torch.ones(whole + 1, 1, 1, 1, device="cuda")
+    rois = torch.tensor([[whole + 2.0, 0, 0, 0, 0], [whole, 0, 0, 0, 0]], device="cuda")
     assert roi_pool(images, rois, 1, 1.0).flatten().tolist() == [0, 1]
 
 
@@ -269,21 +269,21 @@ def test_roi_pool_finds_the_first_maximum(shape, size, device):
     rois = torch.cat(
         [ROIS, torch.tensor([[2, 0, 0, 3, 3], [0, 1, 2, 6, 5], [0, 44.5, 33, 49, 41], [0, 5, 5, 3, 3]])]
     )
-    expected = roi_pool_reference(maps(torch.float32, *shape), rois, *size, 0.7)
-    found = roi_pool_with_argmax(maps(torch.float32, *shape).to(device), rois.to(device), size, 0.7)
+    x = maps(torch.float32, *shape)
+    expected = roi_pool_reference(x, rois, *size, 0.7)
+    found = roi_pool_with_argmax(x.to(device), rois.to(device), size, 0.7)
     assert_close(found, expected, rtol=0, atol=0, check_device=False)
 
 
 def test_not_a_number_is_never_the_maximum(device):
-    values = torch.tensor(
-        [[[[float("nan"), 1.0, -float("inf")], [2.0, float("nan"), float("inf")]]]], device=device
-    )
+    nan, inf = torch.nan, torch.inf
+    values = torch.tensor([[[[nan, 1.0, -inf], [2.0, nan, inf]]]], device=device)
     rois = torch.tensor(
         [[0.0, 0, 0, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 2, 0, 2, 0], [0, 0, 0, 2, 1]], device=device
     )
     pooled, argmax = roi_pool_with_argmax(values, rois, (1, 1), 1.0)
     assert argmax.flatten().tolist() == [3, 1, 0, 2, 5]
-    assert pooled.flatten().nan_to_num(7.0).tolist() == [2, 1, 7, -float("inf"), float("inf")] or (
+    assert pooled.flatten().nan_to_num(7.0).tolist() == [2, 1, 7, -inf, inf] or (
         pooled[2].isnan().all() and pooled[3].isneginf().all() and pooled[4].isposinf().all()
     )
 

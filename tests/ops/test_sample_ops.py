@@ -81,10 +81,11 @@ def _draw_dot(draw: Draw) -> Problem:
     octaves = octaves if draw.chance(0.1) else min(octaves, C // 2)
     images = draw_images(draw, C, big)
     samples = _samples(draw, images, Q, D)
-    wide = wide_of(images.dtype)
-    queries = draw.numbers(len(images), G, Q, max(C - 2 * octaves, 0))
-    queries = draw.place(queries, draw.dtype(wide, wide, *HALVES), bad=0.5)
-    depths = draw.place(draw.uniform(-4, 4, len(images), Q, D), draw.dtype(wide, wide, *HALVES), bad=0.5)
+    wide, B = wide_of(images.dtype), len(images)
+    types = wide, wide, *HALVES
+    queries = draw.numbers(B, G, Q, max(C - 2 * octaves, 0))
+    queries = draw.place(queries, draw.dtype(*types), bad=0.5)
+    depths = draw.place(draw.uniform(-4, 4, B, Q, D), draw.dtype(*types), bad=0.5)
     return _problem(
         {"images": images, "samples": samples, "queries": queries, "depths": depths},
         {"num_octaves": octaves},
@@ -132,12 +133,12 @@ def _launches_of_sample_dot(draw: st.DrawFn) -> dict[str, Any]:
     B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
     Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
     octaves = draw(st.one_of(st.integers(0, 6), st.sampled_from([12, 28, 40, 100]))) if C else 0
-    octaves = min(octaves, C // 2)
+    octaves, wide = min(octaves, C // 2), wide_of(dtype)
     return {
         "images": sizes.empty(B, C, H, W, dtype=dtype),
-        "samples": sizes.empty(B, Q, D, 2, dtype=wide_of(dtype)),
-        "queries": sizes.empty(B, G, Q, C - 2 * octaves, dtype=wide_of(dtype)),
-        "depths": sizes.empty(B, Q, D, dtype=wide_of(dtype)),
+        "samples": sizes.empty(B, Q, D, 2, dtype=wide),
+        "queries": sizes.empty(B, G, Q, C - 2 * octaves, dtype=wide),
+        "depths": sizes.empty(B, Q, D, dtype=wide),
         "num_octaves": octaves,
     }
 
@@ -278,7 +279,8 @@ def test_more_than_two_to_the_31_elements():
     out = sample_sum(images.requires_grad_(), samples, weights)
     assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
     (grad,) = torch.autograd.grad(out.sum(), images)
-    assert_close(grad[0, :, -1, -1], torch.ones_like(grad[0, :, -1, -1]), rtol=1e-2, atol=0)
+    last = grad[0, :, -1, -1]
+    assert_close(last, torch.ones_like(last), rtol=1e-2, atol=0)
     assert not grad[0, :, :-1].any()
 
 
@@ -328,9 +330,10 @@ def test_all_samples_in_one_cell(Q, D):
 def test_an_infinite_channel_of_queries_leaves_depths_alone(C, dtype, device):
     images = torch.randn(1, C, 4, 5, generator=generator_of(0)).to(device, dtype)
     images[:, 0] = torch.inf
-    samples = torch.full((1, 2, 3, 2), 0.3, dtype=wide_of(dtype), device=device)
-    queries = torch.ones(1, 2, 2, C - 2, dtype=wide_of(dtype), device=device)
-    depths = torch.full((1, 2, 3), 0.2, dtype=wide_of(dtype), device=device, requires_grad=True)
+    wide = wide_of(dtype)
+    samples = torch.full((1, 2, 3, 2), 0.3, dtype=wide, device=device)
+    queries = torch.ones(1, 2, 2, C - 2, dtype=wide, device=device)
+    depths = torch.full((1, 2, 3), 0.2, dtype=wide, device=device, requires_grad=True)
     dots = sample_dot(images, samples, queries, depths, 1)
     (gradient,) = torch.autograd.grad(dots, depths, torch.ones_like(dots))
     assert gradient.isfinite().all()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from tests.fuzz.problem import Draw, Operator, Problem, generator_of, linear_problem
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, generator_of, linear_problem
 from visdet.ops import get_indice_pairs, indice_conv, indice_maxpool
 from visdet.ops.mmcv.sparse_conv import indice_conv_gradients, indice_maxpool_gradient
 
@@ -259,7 +259,7 @@ def test_gradients_are_those_of_the_definition(inverse):
     assert_close(given, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_sums_of_16_bits_are_of_float32(dtype, device):
     pairs = torch.zeros(3000, 2, 1, dtype=torch.int32, device=device)
     counts = torch.ones(3000, dtype=torch.int32, device=device)

@@ -74,13 +74,14 @@ def _same_hard_voxels(problem: Problem, got: tuple[Tensor, ...], expected: Any) 
     ):
         if voxel[0] >= 0 and (tuple(voxel) in members or len(members) != given["max_voxels"]):
             members.setdefault(tuple(voxel), []).append(point)
-    if got[1].tolist() != [list(voxel) for voxel in members]:
-        return f"voxels {got[1].tolist()}, expected {list(members)}"
-    if got[2].tolist() != [min(len(rows), given["max_points"]) for rows in members.values()]:
-        return f"counts {got[2].tolist()}"
+    most, voxels, counts = given["max_points"], got[1].tolist(), got[2].tolist()
+    if voxels != [list(voxel) for voxel in members]:
+        return f"voxels {voxels}, expected {list(members)}"
+    if counts != [min(len(rows), most) for rows in members.values()]:
+        return f"counts {counts}"
     for voxel, rows in zip(got[0], members.values(), strict=True):
         wanted = torch.zeros_like(voxel)
-        kept = rows[: given["max_points"]]
+        kept = rows[:most]
         wanted[: len(kept)] = torch.stack(kept)
         if not torch.equal(voxel.nan_to_num(7), wanted.nan_to_num(7)):
             return f"points {voxel.tolist()}, expected {wanted.tolist()}"
