@@ -51,14 +51,16 @@ class Counts:
     @property
     def mota(self) -> float:
         """MOTA in 0..1, which is 0 without objects."""
+        objects = self.objects
         errors = self.misses + self.switches + self.false_alarms
-        return max(0.0, 1 - errors / self.objects) if self.objects else 0.0
+        return max(0.0, 1 - errors / objects) if objects else 0.0
 
     @property
     def motar(self) -> float:
         """MOTA scaled by the recall, in 0..1, which is 0 if nothing is matched."""
         # Of the errors, the misses and switches are those that the recall has already.
-        return max(0.0, 1 - self.false_alarms / self.matches) if self.matches else 0.0
+        matches = self.matches
+        return max(0.0, 1 - self.false_alarms / matches) if matches else 0.0
 
     @property
     def motp(self) -> float:

@@ -112,7 +112,8 @@ class DrivingMetric(BaseMetric):
             print_log(f"{name}: no frame was evaluated", logger="current")
         metrics = self.compute_metrics(frames)
         self.results.clear()
-        return {f"{self.prefix}/{key}" if self.prefix else key: value for key, value in metrics.items()}
+        prefix = self.prefix
+        return {f"{prefix}/{key}" if prefix else key: value for key, value in metrics.items()}
 
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
@@ -128,7 +129,8 @@ def _by_token(gathered: Iterable[dict], name: str) -> list[dict]:
     frames: dict[Any, dict] = {}
     moments: dict[tuple, Any] = {}
     for frame in gathered:
-        token, place = frame["token"], frame.get("place", {})
+        token = frame["token"]
+        place = frame.get("place", {})
         other = frames.setdefault(token, frame).get("place", {})
         different = [key for key in place if place[key] != other.get(key)]
         if different:
@@ -262,9 +264,8 @@ def as_array(value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.double() if value.is_floating_point() else value
-        return value.numpy()
     array = np.asarray(value)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
+    return array.astype(np.float64, copy=False) if array.dtype.kind == "f" else array
 
 
 def boxes_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:

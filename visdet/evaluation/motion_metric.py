@@ -195,8 +195,9 @@ def displacement_errors(
         paths: [K, T, 2]. truth: [T, 2]. known: bool [T], the steps that count.
     """
     steps = np.flatnonzero(known)
+    nan = np.nan
     if not len(steps):
-        return np.nan, np.nan, np.nan
+        return nan, nan, nan
     distances = np.linalg.norm(paths[:, steps] - truth[steps], axis=-1)
     distances[np.isnan(distances)] = np.inf
     missed = distances.max(axis=1).min() > _MISS_M

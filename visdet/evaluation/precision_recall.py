@@ -32,19 +32,25 @@ class CurveReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in types that JSON can represent."""
-        record: dict[str, Any] = {"matched_by": self.matched_by, "classes": self.classes}
-        if self.confusion is not None:
-            labels = [*self.classes, _BACKGROUND]
-            record["confusion_matrix"] = {"labels": labels, "true_by_predicted": self.confusion.tolist()}
+        classes = self.classes
+        confusion = self.confusion
+        record: dict[str, Any] = {"matched_by": self.matched_by, "classes": classes}
+        if confusion is not None:
+            labels = [*classes, _BACKGROUND]
+            record["confusion_matrix"] = {"labels": labels, "true_by_predicted": confusion.tolist()}
         return record
 
     def draw(self, folder: str | Path, name: str) -> list[str]:
         """Write ``<name>_precision_recall.png`` and, if there is one, ``<name>_confusion_matrix.png``."""
-        files = [str(Path(folder, f"{name}_precision_recall.png"))]
-        _draw_curves(self.classes, self.matched_by, files[0])
-        if self.confusion is not None:
-            files.append(str(Path(folder, f"{name}_confusion_matrix.png")))
-            _draw_confusion(self.confusion, [*self.classes, _BACKGROUND], files[1])
+        classes = self.classes
+        confusion = self.confusion
+        curves = str(Path(folder, f"{name}_precision_recall.png"))
+        files = [curves]
+        _draw_curves(classes, self.matched_by, curves)
+        if confusion is not None:
+            matrix = str(Path(folder, f"{name}_confusion_matrix.png"))
+            files.append(matrix)
+            _draw_confusion(confusion, [*classes, _BACKGROUND], matrix)
         return files
 
 
@@ -140,7 +146,8 @@ def take_closest(closeness: np.ndarray, is_allowed: np.ndarray | None = None) ->
     free = closeness.copy()
     for row in np.flatnonzero(np.isfinite(closeness).any(axis=1)):
         best = int(free[row].argmax())
-        if np.isfinite(free[row, best]) and (is_allowed is None or is_allowed[row, best]):
+        cell = row, best
+        if np.isfinite(free[cell]) and (is_allowed is None or is_allowed[cell]):
             taken[row] = best
             free[:, best] = -np.inf
     return taken

@@ -88,8 +88,9 @@ class TrackingMetric(DrivingBoxMetric):
             of_class = [_of_class(scene, label) for scene in tracks]
             if any(len(truth.ids) for truth, _ in chain.from_iterable(of_class)):
                 rows[name] = _scores_of_class(of_class)
-        metrics = {name: mean_of([row[name] for row in rows.values()]) for name in _SUMMARY}
-        metrics["IDS"] = float(sum(row["IDS"] for row in rows.values()))
+        of_classes = list(rows.values())
+        metrics = {name: mean_of([row[name] for row in of_classes]) for name in _SUMMARY}
+        metrics["IDS"] = float(sum(row["IDS"] for row in of_classes))
         return logged(rows, metrics, "AMOTA")
 
     def _tracks(self, scene: list[dict], reaches: Sequence[float]) -> list[tuple[Frame, Frame]]:

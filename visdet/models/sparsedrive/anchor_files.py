@@ -57,8 +57,9 @@ class ModuleWithAnchors(BaseModule):
         Raises:
             FileNotFoundError: a file is missing. The message names it and the tool that makes it.
         """
-        if self.missing_anchor_files and self.training:
-            name, path = next(iter(self.missing_anchor_files.items()))
+        missing = self.missing_anchor_files
+        if missing and self.training:
+            name, path = next(iter(missing.items()))
             raise MissingFileError(
                 f"{type(self).__name__}: training needs the {name} file {path}. "
                 "Make it with visdet make-anchors, or load a checkpoint"
@@ -66,6 +67,7 @@ class ModuleWithAnchors(BaseModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name in list(self.missing_anchor_files):
+        missing = self.missing_anchor_files
+        for name in list(missing):
             if f"{prefix}{name}" in state_dict:
-                del self.missing_anchor_files[name]
+                del missing[name]

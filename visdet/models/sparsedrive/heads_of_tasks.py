@@ -9,6 +9,7 @@ from torch import Tensor
 
 from visdet.execution.capture import in_parallel
 
+from ..transfer import device_of
 from .base_target import Assignment, PaddedInstances, PairCosts
 from .sparse4d_loss import Sparse4DLoss
 
@@ -30,7 +31,7 @@ class HeadOfTasks(BaseModule):
         Args:
             data: the ground truth of all tasks, lists of one tensor per sample.
         """
-        device = next(self.parameters()).device
+        device = device_of(self)
         return {task: criterion.ground_truth(data, device) for task, criterion in self.criteria().items()}
 
     def pair_costs(self, model_outs: Any, truth: Mapping[str, PaddedInstances]) -> dict[str, PairCosts]:

@@ -1,7 +1,7 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class SparseDriveHead(HeadOfTasks):
         state = state or self.enter(None, len(feature_maps[0]), None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             heads = self._perception()
-            calls = {name: functools.partial(self._head_of_task, name) for name in heads}
+            calls = {name: partial(self._head_of_task, name) for name in heads}
             entered = {name: state[name] for name in heads}
             outputs = side_by_side(calls, feature_maps, metas, entered, {"det": denoising})
         after = {name: state for name, (_, state) in outputs.items()}

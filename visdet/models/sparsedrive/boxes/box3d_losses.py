@@ -68,6 +68,7 @@ class SparseBox3DLoss(nn.Module):
             reduction_override: replaces the reduction of all three losses. With 'none' they are elements, [n, ...].
         """
         box = at_least_float32(box)
+        dtype = box.dtype
         if self.cls_allow_reverse is not None and cls_target is not None:
             box_target = self.reversed_target(box, box_target, cls_target)
         weight = weight_of_rows(weight, mask)
@@ -76,12 +77,12 @@ class SparseBox3DLoss(nn.Module):
         if quality is None:
             return losses
         quality = at_least_float32(quality)
-        rows = None if mask is None else mask.to(box.dtype)
+        rows = None if mask is None else mask.to(dtype)
         distance = torch.linalg.vector_norm(box_target[:, X:W] - box[:, X:W], dim=-1)
         losses[f"{prefix}loss_cns{suffix}"] = self.loss_cns(
             quality[:, CNS], (-distance).exp(), weight=rows, **reduction
         )
-        faces_right = (self._yaw_similarity(box, box_target) > 0).to(box.dtype)
+        faces_right = (self._yaw_similarity(box, box_target) > 0).to(dtype)
         losses[f"{prefix}loss_yns{suffix}"] = self.loss_yns(
             quality[:, YNS].sigmoid(), faces_right, weight=rows, **reduction
         )

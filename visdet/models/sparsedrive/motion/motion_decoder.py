@@ -69,14 +69,15 @@ class SparseBox3DMotionDecoder(SparseBox3DDecoder):
         best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
         query = best.query
         batch = torch.arange(query.shape[0], device=query.device)[:, None]
+        chosen = batch, query
         centre = boxes[batch, query, :2]
-        steps = motion_output["prediction"][-1][batch, query]
-        queue = torch.stack(motion_output["anchor_queue"], 2)[batch, query]
+        steps = motion_output["prediction"][-1][chosen]
+        queue = torch.stack(motion_output["anchor_queue"], 2)[chosen]
         results = {
             "trajs_3d": steps.cumsum(-2) + centre[:, :, None, None],
-            "trajs_score": probabilities_of(motion_output)[batch, query],
+            "trajs_score": probabilities_of(motion_output)[chosen],
             "anchor_queue": decode_box(queue),
-            "period": motion_output["period"][batch, query],
+            "period": motion_output["period"][chosen],
         }
         return results | is_kept
 
@@ -158,11 +159,11 @@ class HierarchicalPlanningDecoder:
         motion = last_of(motion_output, "prediction")[..., : self.ego_fut_ts, :].cumsum(-2)
         motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
         path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
-        yaw = _yaws(path, yaw_of(anchors))[..., 1:]
+        yaw = _yaws(path, yaw_of(anchors))
         others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)
 
         path = _from_start(plan)
-        yaw = _yaws(path, plan.new_full(plan.shape[:-2], math.pi / 2))[..., 1:]
+        yaw = _yaws(path, plan.new_full(plan.shape[:-2], math.pi / 2))
         centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
         size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
         ego_boxes = [x[:, :, None] for x in (centre, yaw, size)]  # [B, M, 1, T, ...]
@@ -178,17 +179,15 @@ def _from_start(path: Tensor) -> Tensor:
 
 
 def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
-    """Return the headings [..., T + 1] in radians along a path [..., T + 1, 2].
+    """Return the headings [..., T] in radians along a path [..., T + 1, 2], at the places behind its beginning.
 
-    The first is ``start``. If the path ends within ``standing`` metres of its beginning, all of them are.
+    If the path ends within ``standing`` metres of its beginning, all of them are ``start``.
     """
-    ahead = path[..., 2:, :] - path[..., :-2, :]
-    last = path[..., -1:, :] - path[..., -2:-1, :]
-    direction = torch.cat([ahead, last], -2)
-    first = start[..., None]
-    yaw = torch.cat([first, torch.atan2(direction[..., 1], direction[..., 0])], -1)
+    places = torch.cat([path, path[..., -1:, :]], -2)
+    direction = places[..., 2:, :] - places[..., :-2, :]
+    yaw = torch.atan2(direction[..., 1], direction[..., 0])
     stands = torch.linalg.vector_norm(path[..., -1, :] - path[..., 0, :], dim=-1) < standing
-    return torch.where(stands[..., None], first, yaw)
+    return torch.where(stands[..., None], start[..., None], yaw)
 
 
 def _corner_inside(boxes: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
