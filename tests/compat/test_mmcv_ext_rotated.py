@@ -48,13 +48,14 @@ def test_chamfer_distance():
     grads = uniform(2, 4, seed=2), uniform(2, 5, seed=3)
     wanted = torch.autograd.grad(expected[:2], (one, other), grads)
     outputs = [torch.zeros_like(t) for t in expected]
-    mmcv_ext.chamfer_distance_forward(one.detach(), other.detach(), *outputs)
+    points = one.detach(), other.detach()
+    mmcv_ext.chamfer_distance_forward(*points, *outputs)
     found = [torch.zeros_like(one), torch.zeros_like(other)]
-    mmcv_ext.chamfer_distance_backward(one.detach(), other.detach(), *outputs[2:], *grads, *found)
+    mmcv_ext.chamfer_distance_backward(*points, *outputs[2:], *grads, *found)
     assert_close(outputs, [t.detach() for t in expected])
     assert_close(found, list(wanted))
     found = [torch.zeros_like(one), torch.zeros_like(other)]
-    SERVED["chamfer_2d.chamfer_2d"]["backward"](one.detach(), other.detach(), *found, *grads, *outputs[2:])
+    SERVED["chamfer_2d.chamfer_2d"]["backward"](*points, *found, *grads, *outputs[2:])
     assert_close(found, list(wanted))
 
 

@@ -189,18 +189,20 @@ def test_chamfer_distance_of_three_dimensions():
 
 def test_rotated_boxes_of_detectron2():
     degrees = torch.tensor([[*center, *sides, -math.degrees(angle)] for center, sides, angle in BOXES])
-    iou = torch.ops.detectron2.box_iou_rotated(degrees, degrees)
-    assert_close(iou, ops.boxes_iou3d(torch.tensor(PCDET), torch.tensor(PCDET)))
+    detectron2 = torch.ops.detectron2
+    iou = detectron2.box_iou_rotated(degrees, degrees)
+    boxes = torch.tensor(PCDET)
+    assert_close(iou, ops.boxes_iou3d(boxes, boxes))
     more, scores = torch.cat([degrees, degrees[:1]]), torch.tensor([0.3, 0.9, 0.5, 0.4])
-    assert torch.ops.detectron2.nms_rotated(more, scores, 0.9).tolist() == [1, 2, 3]
+    assert detectron2.nms_rotated(more, scores, 0.9).tolist() == [1, 2, 3]
     # Samples of a ramp are the x of their bins' centers.
     ramp = torch.arange(20.0).expand(1, 1, 20, 20) + 0.5
     rois = torch.tensor([[0, 10.0, 9.0, 6.0, 4.0, 30.0]])
-    pooled = torch.ops.detectron2.roi_align_rotated_forward(ramp, rois, 1.0, 2, 3, 2)
+    pooled = detectron2.roi_align_rotated_forward(ramp, rois, 1.0, 2, 3, 2)
     x, y = torch.tensor([-2.0, 0, 2]), torch.tensor([-1.0, 1])[:, None]
     turn = math.radians(30)
     assert_close(pooled[0, 0], 10 + x * math.cos(turn) + y * math.sin(turn))
-    grad = torch.ops.detectron2.roi_align_rotated_backward(pooled, rois, 1.0, 2, 3, 1, 1, 20, 20, 2)
+    grad = detectron2.roi_align_rotated_backward(pooled, rois, 1.0, 2, 3, 1, 1, 20, 20, 2)
     assert_close((grad * ramp).sum(), pooled.square().sum())
 
 

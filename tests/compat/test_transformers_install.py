@@ -59,7 +59,10 @@ def test_families_are_found_in_a_fresh_process_at_their_import():
     run_python("-W", "error::UserWarning:visdet", "-c", code)
 
 
-@pytest.mark.parametrize("name", FORMS)
+for_each_form = pytest.mark.parametrize("name", FORMS)
+
+
+@for_each_form
 def test_models_built_before_and_after(name):
     before, inputs, _ = tiny_transformers.build(name)
     bridge.install()
@@ -119,7 +122,7 @@ def test_another_method_is_not_the_operators(name, method):
 
 
 @pytest.mark.parametrize("change", ["no queries", "no images", "shapes in a tensor"])
-@pytest.mark.parametrize("name", FORMS)
+@for_each_form
 def test_unusual_arguments(name, change):
     layer, arguments = layer_call(name)
     of_queries = {"hidden_states", "position_embeddings", "reference_points"}
@@ -137,7 +140,7 @@ def test_unusual_arguments(name, change):
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@for_each_form
 def test_traces_and_exports_keep_the_plain_path(name):
     layer, arguments = layer_call(name)
     tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
@@ -158,7 +161,7 @@ def test_traces_and_exports_keep_the_plain_path(name):
         assert "visdet" not in str(program.graph) and "grid_sampler" in str(program.graph), f"strict={strict}"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@for_each_form
 def test_compiled_models_have_visdets_operator_without_a_graph_break(name):
     layer, arguments = layer_call(name)
     bridge.install()

@@ -53,11 +53,12 @@ def white_box(results, threshold=128):
 
 def check_consistent(results):
     height, width = results["img_shape"]
-    assert results["img"].shape == (3, height, width)
-    assert isinstance(results["img"], tv_tensors.Image)
-    assert isinstance(results["gt_bboxes"], tv_tensors.BoundingBoxes)
-    assert results["gt_bboxes"].canvas_size == (height, width)
-    assert len(results["gt_bboxes"]) == len(results["gt_bboxes_labels"]) == len(results["gt_ignore_flags"])
+    image, boxes = results["img"], results["gt_bboxes"]
+    assert image.shape == (3, height, width)
+    assert isinstance(image, tv_tensors.Image)
+    assert isinstance(boxes, tv_tensors.BoundingBoxes)
+    assert boxes.canvas_size == (height, width)
+    assert len(boxes) == len(results["gt_bboxes_labels"]) == len(results["gt_ignore_flags"])
 
 
 @st.composite
@@ -183,16 +184,17 @@ def test_crop(scene, seed, crop_type):
     found = white_box(results)
     assert results["gt_bboxes"].tolist() == ([] if found is None else [found])
     height, width = results["img_shape"]
+    full_height, full_width, _ = scene
     if crop_type == "absolute":
-        assert (width, height) == (min(17, scene[1]), min(23, scene[0]))
+        assert (width, height) == (min(17, full_width), min(23, full_height))
     if crop_type == "absolute_range":
-        assert min(17, scene[1]) <= width <= min(23, scene[1]) and min(17, scene[0]) <= height <= min(
-            23, scene[0]
-        )
+        assert min(17, full_width) <= width <= min(23, full_width)
+        assert min(17, full_height) <= height <= min(23, full_height)
     if crop_type == "relative":
-        assert (width, height) == (int(scene[1] * 0.4 + 0.5), int(scene[0] * 0.7 + 0.5))
+        assert (width, height) == (int(full_width * 0.4 + 0.5), int(full_height * 0.7 + 0.5))
     if crop_type == "relative_range":  # The first number is that of the height.
-        assert scene[0] * 0.4 - 0.5 <= height <= scene[0] and scene[1] * 0.7 - 0.5 <= width <= scene[1]
+        assert full_height * 0.4 - 0.5 <= height <= full_height
+        assert full_width * 0.7 - 0.5 <= width <= full_width
 
 
 def test_crops_without_a_box():

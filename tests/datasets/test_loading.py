@@ -37,22 +37,26 @@ def test_grey_alpha_and_palette(tmp_path):
     grey = RGB[..., 0]
     alpha = np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)
     palette = Image.fromarray(RGB).quantize(8)
+    grey_as_rgb = np.repeat(grey[..., None], 3, 2)
+    palette_as_rgb = np.array(palette.convert("RGB"))
     cases = {
-        "grey": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),
-        "grey-alpha": (Image.fromarray(np.dstack([grey, alpha]), "LA"), np.repeat(grey[..., None], 3, 2)),
+        "grey": (Image.fromarray(grey), grey_as_rgb),
+        "grey-alpha": (Image.fromarray(np.dstack([grey, alpha]), "LA"), grey_as_rgb),
         "rgba": (Image.fromarray(np.dstack([RGB, alpha])), RGB),
-        "palette": (palette, np.array(palette.convert("RGB"))),
+        "palette": (palette, palette_as_rgb),
         "bilevel": (
             Image.fromarray(grey > 127),
             np.repeat(255 * (grey > 127)[..., None].astype(np.uint8), 3, 2),
         ),
     }
     for name, (image, expected) in cases.items():
-        image.save(tmp_path / f"{name}.png")
-        assert np.array_equal(pixels(load(tmp_path / f"{name}.png", channel_order="rgb")), expected), name
-    palette.save(tmp_path / "transparent.png", transparency=3)
-    loaded = pixels(load(tmp_path / "transparent.png", channel_order="rgb"))
-    assert np.array_equal(loaded, np.array(palette.convert("RGB")))
+        path = tmp_path / f"{name}.png"
+        image.save(path)
+        assert np.array_equal(pixels(load(path, channel_order="rgb")), expected), name
+    path = tmp_path / "transparent.png"
+    palette.save(path, transparency=3)
+    loaded = pixels(load(path, channel_order="rgb"))
+    assert np.array_equal(loaded, palette_as_rgb)
 
 
 def test_sixteen_bits_keep_the_upper_byte(tmp_path):
@@ -144,27 +148,29 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=rf"cannot read image {tmp_path}/{name} \(\d+ bytes\)"):
             load(tmp_path / name)
         assert load(tmp_path / name, ignore_empty=True) is None
-    Image.fromarray(RGB).save(tmp_path / "damaged.png")
+    damaged = tmp_path / "damaged.png"
+    Image.fromarray(RGB).save(damaged)
     error = RuntimeError("Failed to decode frame 0")  # as Pillow answers to damaged AVIF
     monkeypatch.setattr(PngImageFile, "load", lambda self: _raise(error))
     with pytest.raises(ValueError, match=r"cannot read image .*damaged\.png .*Failed to decode frame 0"):
-        load(tmp_path / "damaged.png")
+        load(damaged)
     with pytest.raises(FileNotFoundError, match=r"image .*gone\.jpg does not exist"):
         load(tmp_path / "gone.jpg")
 
 
 def test_the_limit_of_pixels(tmp_path, monkeypatch):
     """Pillow's limit, which belongs to the whole process, is not asked and does not change."""
-    Image.fromarray(RGB).save(tmp_path / "large.png")
+    path = tmp_path / "large.png"
+    Image.fromarray(RGB).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
-    assert load(tmp_path / "large.png")["img"].shape[1:] == RGB.shape[:2]
     height, width = RGB.shape[:2]
+    assert load(path)["img"].shape[1:] == (height, width)
     with pytest.raises(
         ValueError, match=rf"large\.png .*{width}x{height} pixels are more than max_pixels=5; set"
     ):
-        load(tmp_path / "large.png", max_pixels=5)
-    assert load(tmp_path / "large.png", max_pixels=height * width)["img"].shape[2] == width
-    assert load(tmp_path / "large.png", max_pixels=None)["img"].shape[2] == width
+        load(path, max_pixels=5)
+    assert load(path, max_pixels=height * width)["img"].shape[2] == width
+    assert load(path, max_pixels=None)["img"].shape[2] == width
     assert Image.MAX_IMAGE_PIXELS == 1
 
 

@@ -20,21 +20,22 @@ def test_without_a_capture_one_function_runs_after_the_other():
 
 @pytest.mark.cuda
 def test_the_second_function_runs_on_the_side_stream_after_all_work_before():
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    current_stream = torch.cuda.current_stream
+    side, main = torch.cuda.Stream(), current_stream()
     x = torch.randn(4096, 4096, device="cuda")
     with captures(side):
         product = x @ x @ x  # long enough that the side stream would read too early
         streams, values = zip(
             *in_parallel(
-                lambda product: (torch.cuda.current_stream(), product + 1),
-                lambda product: (torch.cuda.current_stream(), product + 2),
+                lambda product: (current_stream(), product + 1),
+                lambda product: (current_stream(), product + 2),
                 [product],
             ),
             strict=True,
         )
-        assert streams == (main, side) and torch.cuda.current_stream() == main
+        assert streams == (main, side) and current_stream() == main
         assert torch.equal(values[0], product + 1) and torch.equal(values[1], product + 2)
-    assert in_parallel(torch.cuda.current_stream, torch.cuda.current_stream) == (main, main)
+    assert in_parallel(current_stream, current_stream) == (main, main)
 
 
 @pytest.mark.cuda

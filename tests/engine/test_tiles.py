@@ -191,10 +191,11 @@ def test_bytes_and_open_files_are_pictures(detector, tmp_path):
     Image.fromarray(picture_of((300, 400), [(10, 10, 50, 60)])).save(path)
     expected = detector(path).boxes
     assert len(expected) == 1
+    content = path.read_bytes()
     with open(path, "rb") as file:
-        for given in (path.read_bytes(), bytearray(path.read_bytes()), io.BytesIO(path.read_bytes()), file):
+        for given in (content, bytearray(content), io.BytesIO(content), file):
             assert torch.equal(detector(given).boxes, expected)
-    assert [len(one) for one in detector([path.read_bytes(), path])] == [1, 1]
+    assert [len(one) for one in detector([content, path])] == [1, 1]
     for given, message in (
         (b"", "images must be the content of an image, got bytes"),
         ([b"abc"], r"images\[0\] must be the content of an image, got bytes"),

@@ -14,8 +14,10 @@ from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 from visdet.structures.planned_batch import BatchPlan
 
+for_each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
-@pytest.mark.parametrize("variant", VARIANTS)
+
+@for_each_variant
 def test_all_modes(variant):
     model = build(variant)
     images, samples = batch()
@@ -95,7 +97,7 @@ def test_sizes_are_the_batchs_where_samples_say_nothing():
     assert len(model(images, mode="predict")[0].pred_instances) == 5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@for_each_variant
 @pytest.mark.parametrize("counts", [(0, 2), (0, 0), (12, 1)])
 def test_any_number_of_objects(variant, counts):
     """The loss stays connected to every parameter, so that no process of a group waits for a gradient in vain."""
@@ -139,7 +141,7 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@for_each_variant
 def test_a_model_converted_to_another_type(variant, dtype):
     model = build(variant).eval().to(dtype)
     images, samples = batch()

@@ -113,13 +113,14 @@ def test_denoising_queries_of_a_gpu_have_few_shapes(add_neg_dn, count, max_dn_gt
 
 
 def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():
-    sampler = SparseBox3DTarget(num_dn_groups=3, dn_noise_scale=[2.0] * 3 + [0.5] * 7, add_neg_dn=False)
+    noise = [2.0] * 3 + [0.5] * 7
+    sampler = SparseBox3DTarget(num_dn_groups=3, dn_noise_scale=noise, add_neg_dn=False)
     box = torch.tensor([[1.0, 2, 3, 1, 1, 1, 0, math.nan, 0]])
     anchor, target, labels, mask, valid, _ = sampler.get_dn_anchors(
         [torch.tensor([4]), torch.zeros(0, dtype=torch.int64)], [box, torch.zeros(0, 9)]
     )
     assert anchor.isfinite().all() and target.isfinite().all()
-    assert ((anchor[0] - target[0]).abs() <= torch.tensor([2.0] * 3 + [0.5] * 7)).all()
+    assert ((anchor[0] - target[0]).abs() <= torch.tensor(noise)).all()
     assert labels.tolist() == [[4] * 3, [-1] * 3] and valid.tolist() == [[True] * 3, [False] * 3]
     assert torch.equal(mask, ~torch.eye(3, dtype=torch.bool))
 
