@@ -128,8 +128,10 @@ def evaluate_boxes(
         annotations += [{**row, "image_id": number} for row in true]
         boxes += detected({**result, "img_id": number})
     for row in boxes:
-        row |= {"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
-    categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
+        _, _, width, height = row["bbox"]
+        row |= {"area": width * height, "iscrowd": 0}
+    labels = list(range(num_classes))
+    categories = [{"id": label, "name": str(label)} for label in labels]
     max_dets = sorted({MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
@@ -145,7 +147,7 @@ def evaluate_boxes(
         evaluator = backend.evaluator(*indexes, "bbox")
         parameters = evaluator.params
         parameters.imgIds = image_ids
-        parameters.catIds = list(range(num_classes))
+        parameters.catIds = labels
         parameters.iouThrs = iou_thrs
         parameters.maxDets = max_dets
         evaluator.evaluate()

@@ -326,18 +326,19 @@ class CocoMetric(BaseMetric):
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         owner = type(self).__name__
+        path = self._ann_file
         unknown = sorted(evaluated - in_file, key=id_order)
         if unknown:
             hint = written_otherwise(unknown[0], in_file)
             raise InvalidInputError(
-                f"{owner}: ann_file {self._ann_file} does not have {len(unknown)} of the "
+                f"{owner}: ann_file {path} does not have {len(unknown)} of the "
                 f"{len(evaluated)} evaluated images: ids {listed(map(repr, unknown), 5)}. Evaluator and data set must "
                 f"name the same file" + (f"; an image is {hint}" if hint else "")
             )
         if evaluated != in_file:
             print_log(
                 f"{owner}: {len(in_file - evaluated)} of the {len(in_file)} images of "
-                f"{self._ann_file} were not evaluated and do not count",
+                f"{path} were not evaluated and do not count",
                 logger="current",
                 level=logging.WARNING,
             )

@@ -303,8 +303,9 @@ def _with_one_clock(plain: Any) -> Any:
     def without(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if value.get("kind") in ("InstanceBankState", "InstanceQueueState"):
-            clocks.append(value.get("clock"))
+        get = value.get
+        if get("kind") in ("InstanceBankState", "InstanceQueueState"):
+            clocks.append(get("clock"))
             value = {name: part for name, part in value.items() if name not in ("clock", "frame")}
         return {name: without(part) for name, part in value.items()}
 

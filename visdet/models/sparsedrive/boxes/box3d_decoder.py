@@ -150,17 +150,25 @@ class SparseBox3DDecoder:
         self.min_distance = min_distance
 
     def best(
-        self, logits: Tensor, boxes: Tensor, instance_id: Tensor | None, quality: Tensor | None
-    ) -> tuple[BestPredictions, dict[str, Tensor]]:
-        """Return the best predictions of a decoder layer, see ``select_best``, and what ``rows_to_keep`` says of them.
+        self,
+        cls_scores: list[Tensor],
+        box_preds: list[Tensor],
+        instance_id: Tensor | None,
+        quality: list[Tensor | None] | None,
+        output_idx: int,
+    ) -> tuple[Tensor, Tensor | None, BestPredictions, dict[str, Tensor]]:
+        """Return boxes and quality of a decoder layer, its best predictions, and what ``rows_to_keep`` says of these.
 
-        The arguments are those of ``select`` for this layer.
+        The arguments are those of ``select``.
         """
+        boxes = box_preds[output_idx]
+        of_layer = None if quality is None else quality[output_idx]
+        logits = cls_scores[output_idx]
         num_output = self.num_output
         if num_output is None:
             num_output = 300
-        best = select_best(logits, num_output, quality, self.sorted, once_each=instance_id is not None)
-        return best, rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
+        best = select_best(logits, num_output, of_layer, self.sorted, once_each=instance_id is not None)
+        return boxes, of_layer, best, rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
 
     @torch.no_grad()
     def select(
@@ -181,9 +189,7 @@ class SparseBox3DDecoder:
                 [B, n], the scores without centerness.
             output_idx: index of the decoder layer that is decoded.
         """
-        boxes = box_preds[output_idx]
-        of_layer = None if quality is None else quality[output_idx]
-        best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
+        boxes, of_layer, best, is_kept = self.best(cls_scores, box_preds, instance_id, quality, output_idx)
         query = best.query
         results = {
             "boxes_3d": decode_box(rows_at(query, boxes)),

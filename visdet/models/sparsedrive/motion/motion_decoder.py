@@ -64,9 +64,7 @@ class SparseBox3DMotionDecoder(SparseBox3DDecoder):
             [B, n, frames, 7 + v], the boxes of the last frames; ``period`` [B, n], the number of frames for which a box
             has been tracked; and ``is_kept`` [B, n] if rows are left out.
         """
-        boxes = box_preds[output_idx]
-        of_layer = None if quality is None else quality[output_idx]
-        best, is_kept = self.best(cls_scores[output_idx], boxes, instance_id, of_layer)
+        boxes, _, best, is_kept = self.best(cls_scores, box_preds, instance_id, quality, output_idx)
         query = best.query
         batch = torch.arange(query.shape[0], device=query.device)[:, None]
         chosen = batch, query
