@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 OWN = Path(__file__).resolve().parent / "data"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -131,7 +132,7 @@ def close(actual, expected, tolerance: float = 1e-4) -> None:
     else:
         tolerance = 0.0
     options = dict(rtol=0, atol=tolerance, equal_nan=True, check_dtype=False)
-    torch.testing.assert_close(torch.as_tensor(actual).detach(), expected, **options)
+    assert_close(torch.as_tensor(actual).detach(), expected, **options)
 
 
 def every(name: str) -> tuple[str, int]:

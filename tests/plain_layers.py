@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
+from torch.testing import assert_close
 
 from visdet.execution.tensor_tree import tensors_of
 
@@ -29,7 +30,7 @@ def tensors(value):
 def assert_same(found, expected, tolerance=1e-4):
     found, expected = tensors(found), tensors(expected)
     assert found and len(found) == len(expected)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def differs(found, expected):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from json_files import read_json, write_json
 from PIL import Image
+from torch.testing import assert_close
 
 import visdet
 from visdet.commands import main
@@ -91,7 +92,7 @@ def test_objects_have_the_sizes_that_validation_has(here):
     dataset = build_dataset(cfg, "train")
     boxes = torch.cat([item["data_samples"].gt_instances.bboxes for item in dataset])
     sides = torch.tensor([0.47 * 480, 0.42 * 360]).expand(len(dataset), -1)
-    torch.testing.assert_close(boxes[:, 2:] - boxes[:, :2], sides, rtol=0, atol=0.1)
+    assert_close(boxes[:, 2:] - boxes[:, :2], sides, rtol=0, atol=0.1)
 
 
 def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, capsys):

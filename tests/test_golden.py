@@ -2,6 +2,7 @@
 
 import numpy as np
 from golden import OWN, SHARED, golden, published_shapes
+from numpy.testing import assert_array_equal
 
 UNIT_CASES = ("modules", "fused_sample_ops", "gaussian_field")
 MODELS = (
@@ -27,7 +28,7 @@ def test_unit_cases_are_those_of_the_large_vectors():
                 small = golden(name)
                 assert set(small) == set(large.files)
                 for key in large.files:
-                    np.testing.assert_array_equal(small[key], large[key], err_msg=key)
+                    assert_array_equal(small[key], large[key], err_msg=key)
 
 
 def test_drawn_numbers_do_not_depend_on_the_version_of_numpy():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from programs import ROOT
+from torch.testing import assert_close
 
 from visdet.engine import load_config
 from visdet.models.deformable_detr.base import CannotIgnorePadding
@@ -59,4 +60,4 @@ def test_a_prediction_does_not_depend_on_the_batch(path):
     for image, in_batch in zip(images, together, strict=True):
         (alone,) = predict([image])
         for name, expected in alone.pred_instances.items():
-            torch.testing.assert_close(in_batch.pred_instances[name], expected, rtol=1e-3, atol=1e-3)
+            assert_close(in_batch.pred_instances[name], expected, rtol=1e-3, atol=1e-3)

@@ -3,6 +3,7 @@
 import driving_frames
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from visdet.evaluation.detection_curves import (
     average_precision,
@@ -39,14 +40,14 @@ def test_precision_and_errors_by_hand():
     # Recall 0.5 at precision 1 and again at 1/2, recall 1 at 2/3; linear between.
     recalls = np.linspace(0, 1, 101)
     precision = np.interp(recalls, [0.5, 0.5, 1.0], [1.0, 0.5, 2 / 3])
-    np.testing.assert_allclose(curve.precision, precision)
+    assert_allclose(curve.precision, precision)
     assert average_precision(curve) == pytest.approx(np.mean(precision[11:] - 0.1) / 0.9)
     # Errors at confidence 0.9: 1 m, half the volume, 0.5 rad, 0.5 m/s; at 0.5: the mean with 0.4 m and no other error.
     confidence = np.interp(recalls, [0.5, 0.5, 1.0], [0.9, 0.7, 0.5])
-    np.testing.assert_allclose(curve.confidence, confidence)
+    assert_allclose(curve.confidence, confidence)
     for name, first, second in (("trans_err", 1.0, 0.7), ("scale_err", 0.5, 0.25), ("orient_err", 0.5, 0.25)):
         running = curve.running_mean(errors[name])
-        np.testing.assert_allclose(running, np.interp(confidence, [0.5, 0.9], [second, first]), atol=1e-12)
+        assert_allclose(running, np.interp(confidence, [0.5, 0.9], [second, first]), atol=1e-12)
         assert curve.mean_error(errors[name]) == pytest.approx(running[11:].mean())
     assert errors["vel_err"][0] == pytest.approx(0.5)
 

@@ -4,6 +4,7 @@ import driving_frames
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from visdet.evaluation.planning_metric import (
     boxes_intersect,
@@ -50,13 +51,13 @@ def test_boxes_that_meet(other, meets):
 
 
 def test_headings():
-    np.testing.assert_allclose(headings(straight(2.0)), AHEAD)
+    assert_allclose(headings(straight(2.0)), AHEAD)
     # A step ahead, then one to the right: chords (1, 1) and, at the end, (1, 0).
-    np.testing.assert_allclose(headings(np.array([[0.0, 1.0], [1.0, 1.0]])), [np.pi / 4, 0])
+    assert_allclose(headings(np.array([[0.0, 1.0], [1.0, 1.0]])), [np.pi / 4, 0])
     # Hardly moves: ahead, whatever the noise.
-    np.testing.assert_allclose(headings(np.array([[0.3, 0.0], [0.0, 0.0], [0.2, 0.1]])), AHEAD)
+    assert_allclose(headings(np.array([[0.3, 0.0], [0.0, 0.0], [0.2, 0.1]])), AHEAD)
     # A standing vehicle that starts to move to the left.
-    np.testing.assert_allclose(headings(np.array([[0.0, 0.0], [-4.0, 0.0]])), [np.pi, np.pi])
+    assert_allclose(headings(np.array([[0.0, 0.0], [-4.0, 0.0]])), [np.pi, np.pi])
 
 
 def test_the_vehicles_box_is_ahead_of_the_lidar():

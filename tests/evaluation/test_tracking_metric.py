@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from driving_frames import evaluate, frame
+from numpy.testing import assert_allclose
 
 from visdet.evaluation.clear_mot import (
     Frame,
@@ -51,8 +52,8 @@ def test_gaps_are_filled():
     filled = interpolate(frames, [0.0, 1.0, 2.0, 4.0])
     assert [frame.ids.tolist() for frame in filled] == [[1], [1], [2, 1], [1]]
     # The devkit swaps the weights of the ends (0, 0) and (4, 8).
-    np.testing.assert_allclose(filled[1].places, [[3, 6]])
-    np.testing.assert_allclose(filled[2].places, [[5, 5], [2, 4]])
+    assert_allclose(filled[1].places, [[3, 6]])
+    assert_allclose(filled[2].places, [[5, 5], [2, 4]])
 
 
 def metric_over(frames, predicted_labels=None, **arguments):

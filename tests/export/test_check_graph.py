@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
+from torch.testing import assert_close
 
 from visdet import init_detector
 from visdet.commands import main
@@ -303,8 +304,8 @@ def test_a_config_is_a_reference(trained, pictures, tmp_path, takes_picture):
         outputs = model.outputs(model.inputs([picture], None))
     (found,) = model.detections(outputs, [(80, 100)])
     expected = init_detector(cfg, path)(file, score_threshold=0.0)
-    torch.testing.assert_close(found["scores"], torch.as_tensor(expected.scores))
-    torch.testing.assert_close(found["bboxes"], torch.as_tensor(expected.boxes))
+    assert_close(found["scores"], torch.as_tensor(expected.scores))
+    assert_close(found["bboxes"], torch.as_tensor(expected.boxes))
 
 
 def write_text(text, path):

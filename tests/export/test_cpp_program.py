@@ -6,6 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from PIL import Image
 
 from visdet import init_detector
@@ -55,13 +56,13 @@ def test_a_program_finds_the_boxes_that_python_finds(
     assert len(lines) == len(scores) == 100
     # On a GPU, two programs may choose other convolutions, which compute in TF32.
     tolerance = 5e-4 if torch.cuda.is_available() else 1e-4
-    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=tolerance)
+    assert_allclose([float(line[1]) for line in lines], scores, atol=tolerance)
     # Others may be in another order.
     apart = [np.sum(np.abs(scores - score) < tolerance) == 1 for score in scores]
     assert sum(apart) >= 5
     for index in np.flatnonzero(apart):
         assert lines[index][0] == expected.classes[expected.labels[index]]
-        np.testing.assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.02)
+        assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.02)
     kept = subprocess.run([programs / "detect", package, picture], capture_output=True, text=True)
     assert (
         len(kept.stdout.splitlines()) == len(detector(str(picture))) < 100

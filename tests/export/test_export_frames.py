@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
+from torch.testing import assert_close
 
 import visdet
 from visdet.engine.stages import StagedModel
@@ -108,13 +110,13 @@ def test_twenty_frames_with_state_equal_the_model(language, device, request, tmp
             assert torch.equal(boxes.instance_ids, others.instance_ids)
             found_ids |= set(boxes.instance_ids.tolist())
             for name in ("boxes_3d", "scores_3d"):
-                torch.testing.assert_close(boxes[name], others[name], rtol=1e-4, atol=1e-2)
-            np.testing.assert_allclose(ours.pred_map.vectors, theirs.pred_map.vectors, rtol=1e-4, atol=1e-2)
+                assert_close(boxes[name], others[name], rtol=1e-4, atol=1e-2)
+            assert_allclose(ours.pred_map.vectors, theirs.pred_map.vectors, rtol=1e-4, atol=1e-2)
             assert torch.equal(boxes.period, others.period)
             # Errors of the steps of a trajectory, which is up to 40 m long, add up.
-            torch.testing.assert_close(boxes.trajs_3d, others.trajs_3d, rtol=1e-4, atol=3e-2)
+            assert_close(boxes.trajs_3d, others.trajs_3d, rtol=1e-4, atol=3e-2)
             plans = ours.pred_plan.final_planning, theirs.pred_plan.final_planning
-            torch.testing.assert_close(*plans, rtol=1e-4, atol=1e-2)
+            assert_close(*plans, rtol=1e-4, atol=1e-2)
     assert len(found_ids) > 24  # The ids go on counting in a new scene.
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import visdet.ops as ops
 
@@ -66,7 +67,7 @@ def test_nodes_give_what_operators_give(core, name):
     for batch, queries in ((1, 47), (3, 6), (2, 0)):  # as many queries as pixels, fewer, none
         inputs = OPERATORS[name](batch, queries)
         found = run([x.numpy() for x in inputs.values()])["result"]
-        torch.testing.assert_close(torch.from_numpy(found), getattr(ops, name)(*inputs.values()))
+        assert_close(torch.from_numpy(found), getattr(ops, name)(*inputs.values()))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gaussian_field import LearnableGaussianField
+from numpy.testing import assert_allclose
 from PIL import Image
 from programs import run_python
 from torchvision.transforms.v2 import functional as F
@@ -80,7 +81,7 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
     for path in pictures:
         found = np.array([list(map(float, line[2:])) for line in lines if line[0] == str(path)])
         expected = detector(str(path), score_threshold=0.0)
-        np.testing.assert_allclose(found[:, 0], expected.scores, atol=1e-3)
+        assert_allclose(found[:, 0], expected.scores, atol=1e-3)
         distance = np.abs(found[:, None, 1:] - expected.boxes.numpy()).max(-1)
         assert distance.min(0).max() < 0.05
 

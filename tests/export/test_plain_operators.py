@@ -1,10 +1,11 @@
 """Graphs that runtimes read alike: plainer operators, coordinates within the maps, norms within the weights."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn
+from torch.testing import assert_close
 
 from visdet.export.folding import with_folded_norms
 from visdet.export.package import write_description
@@ -98,7 +99,7 @@ def written(module, folder, **inputs):
 )
 def test_results_are_those_of_torch(tmp_path, lacks, function, inputs):
     model, found = written(Function(function), tmp_path, **{f"x{k}": x for k, x in enumerate(inputs)})
-    torch.testing.assert_close(found, function(*inputs), equal_nan=True)
+    assert_close(found, function(*inputs), equal_nan=True)
     sums = {node.input[0] for node in model.graph.node if node.op_type == "CumSum"}
     types = {
         value.name: value.type.tensor_type.elem_type
@@ -139,7 +140,7 @@ def test_openvino_keeps_the_first_of_equal_numbers(tmp_path, descending):
         tmp_path / "model.onnx", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
     )
     found = compiled({"x": EQUAL.numpy()})[0]
-    np.testing.assert_array_equal(found, module(EQUAL)[0])
+    assert_array_equal(found, module(EQUAL)[0])
 
 
 class Neck(nn.Module):
@@ -177,7 +178,7 @@ def test_no_pixel_beyond_a_map_is_read(tmp_path):
     module = Attention()
     model, found = written(module, tmp_path, first=first, second=second, offsets=offsets)
     expected = module(first, second, offsets)[0]
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     assert expected.isfinite().all() and expected.abs().amax() > 0.1
     nodes = [node for node in model.graph.node if node.op_type == "GridSample"]
     assert len(nodes) == 2
@@ -186,7 +187,7 @@ def test_no_pixel_beyond_a_map_is_read(tmp_path):
         mode.s = b"reflection"
     given = {"first": first.numpy(), "second": second.numpy(), "offsets": offsets.numpy()}
     reflected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, given)[0]
-    np.testing.assert_allclose(reflected, found, atol=1e-6)
+    assert_allclose(reflected, found, atol=1e-6)
 
 
 @pytest.mark.parametrize("depth", [18, 50])
@@ -198,7 +199,7 @@ def test_frozen_norms_are_within_the_weights(tmp_path, depth):
     folded, x = with_folded_norms(model), torch.randn(1, 3, 64, 96)
     assert not [part for part in folded.modules() if isinstance(part, nn.BatchNorm2d)]
     with torch.no_grad():
-        torch.testing.assert_close(folded(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+        assert_close(folded(x), model.eval()(x), rtol=1e-4, atol=1e-5)
     assert [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
     graph, _ = written(Function(lambda x: folded(x)[-1]), tmp_path, x=x)
     constants = {value.name for value in graph.graph.initializer}

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from visdet.ops import box_iou_quadri, box_iou_rotated
 from visdet.structures.rotated_boxes import ANGLE_VERSIONS, boxes_to_polygons, polygons_to_boxes, regularized
@@ -25,10 +26,10 @@ def drawn_boxes(number):
 def test_corners_begin_at_the_top_left_and_turn_clockwise_on_the_screen():
     polygons = boxes_to_polygons(torch.tensor([[10, 20, 6, 2, 0], [10, 20, 6, 2, QUARTER]]))
     expected = [[[7, 19], [13, 19], [13, 21], [7, 21]], [[11, 17], [11, 23], [9, 23], [9, 17]]]
-    torch.testing.assert_close(polygons, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-5)
+    assert_close(polygons, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-5)
     boxes = drawn_boxes(50)
     quadri = box_iou_quadri(boxes_to_polygons(boxes).flatten(1), boxes_to_polygons(boxes.flip(0)).flatten(1))
-    torch.testing.assert_close(quadri, box_iou_rotated(boxes, boxes.flip(0)), rtol=0, atol=2e-4)
+    assert_close(quadri, box_iou_rotated(boxes, boxes.flip(0)), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("version", ANGLE_VERSIONS)
@@ -58,7 +59,7 @@ def test_the_box_around_a_polygon_is_the_smallest():
     angles = torch.linspace(0, QUARTER, 2000)
     along = torch.einsum("nkc,dac->ndak", polygons, _axes(angles))
     smallest = (along.amax(3) - along.amin(3)).prod(2).amin(1)
-    torch.testing.assert_close(found[:, 2] * found[:, 3], smallest, rtol=5e-3, atol=0.5)
+    assert_close(found[:, 2] * found[:, 3], smallest, rtol=5e-3, atol=0.5)
     local = torch.einsum("nkc,nac->nka", polygons - found[:, None, :2], _axes(found[:, 4]))
     assert (local.abs() <= found[:, None, 2:4] / 2 + 0.01).all(), "all points are in the box"
     assert polygons_to_boxes(torch.zeros(0, 4, 2)).shape == (0, 5)

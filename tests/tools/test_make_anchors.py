@@ -2,6 +2,7 @@
 
 import numpy as np
 from datasets.driving_files import SMALL, driving_scenes
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy.spatial.distance import cdist
 from toolbox import fail_here, succeed_here
 
@@ -17,19 +18,19 @@ def test_clusters_are_found():
     centers = cluster(samples, 4)
     distance = cdist(centers, truth)
     assert sorted(distance.argmin(axis=1)) == [0, 1, 2, 3] and distance.min(axis=1).max() < 0.02
-    np.testing.assert_array_equal(centers, cluster(samples, 4))
+    assert_array_equal(centers, cluster(samples, 4))
     # Each centre is the mean of what is nearest to it.
     many = cluster(samples, 60)
     nearest = cdist(samples, many).argmin(axis=1)
     means = np.stack([samples[nearest == k].mean(axis=0) for k in range(60)])
-    np.testing.assert_allclose(many, means, atol=2e-2)
+    assert_allclose(many, means, atol=2e-2)
 
 
 def test_few_samples():
-    np.testing.assert_array_equal(
+    assert_array_equal(
         cluster(np.array([[1.0, 2], [1, 2], [3, 4]]), 5), [[1, 2], [3, 4], [1, 2], [3, 4], [1, 2]]
     )
-    np.testing.assert_array_equal(cluster(np.zeros((0, 2)), 2), np.zeros((2, 2)))
+    assert_array_equal(cluster(np.zeros((0, 2)), 2), np.zeros((2, 2)))
 
 
 def test_anchors_by_hand():
@@ -45,16 +46,16 @@ def test_anchors_by_hand():
         "map_annos": {0: [], 1: [np.array([[2.0, -4.0], [2.0, 8.0]])], 2: []},
     }
     boxes = detection_anchors([info], 2)
-    np.testing.assert_allclose(boxes, [[3, 4, -1, 1, 1, 1, 1, 0, 0, 0, 0]] * 2)
-    np.testing.assert_array_equal(boxes, detection_anchors([info, {"gt_boxes": []}], 2))
+    assert_allclose(boxes, [[3, 4, -1, 1, 1, 1, 1, 0, 0, 0, 0]] * 2)
+    assert_array_equal(boxes, detection_anchors([info, {"gt_boxes": []}], 2))
     lines = map_anchors([info], 1, num_points=3)
-    np.testing.assert_allclose(lines, [[[2, -2], [2, 2], [2, 6]]])
+    assert_allclose(lines, [[[2, -2], [2, 2], [2, 6]]])
     motion = motion_anchors([info], ("car", "bus"), 1)
     assert motion.shape == (2, 1, 12, 2)
-    np.testing.assert_allclose(motion[0, 0, [0, 11]], [[1.0, 0.5], [12.0, 6.0]], atol=1e-12)
+    assert_allclose(motion[0, 0, [0, 11]], [[1.0, 0.5], [12.0, 6.0]], atol=1e-12)
     assert not motion[1].any()
     plan = planning_anchors([info], 2)
-    np.testing.assert_allclose(plan[0, :, -1], [[1.5, 12]] * 2)
+    assert_allclose(plan[0, :, -1], [[1.5, 12]] * 2)
     assert plan.shape == (3, 2, 6, 2) and not plan[1:].any()
 
 
@@ -74,7 +75,7 @@ def test_tool(tmp_path, monkeypatch, capsys):
     det = np.load(tmp_path / "a" / "kmeans_det_12.npy")
     assert det.dtype == np.float32
     boxes = np.concatenate([info["gt_boxes"] for info in load_infos(infos)[0]])
-    np.testing.assert_allclose(det, detection_anchors(list(load_infos(infos)[0]), 12), rtol=1e-5)
+    assert_allclose(det, detection_anchors(list(load_infos(infos)[0]), 12), rtol=1e-5)
     assert (np.hypot(*det[:, :2].T) < 55).all() and boxes[:, 2].min() <= det[:, 2].min()
 
 

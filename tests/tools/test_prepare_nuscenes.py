@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from json_files import read_json
+from numpy.testing import assert_allclose, assert_array_equal, assert_equal
 from nuscenes_layout import NAMES, converted, write_nuscenes
 from scipy.spatial.distance import cdist
 from toolbox import fail_here, succeed_here
@@ -35,28 +36,26 @@ def test_boxes_futures_and_poses(nuscenes):
     assert [info["token"] for info in infos] == [info["token"] for info in sources]
     for info, source in zip(infos, sources, strict=True):
         for key in EQUAL:
-            np.testing.assert_array_equal(info[key], source[key])
+            assert_array_equal(info[key], source[key])
         assert bool(info["sweeps"]) == bool(source["sweeps"]) and list(info["cams"]) == list(source["cams"])
         for name, camera in info["cams"].items():
             for key in ("sensor2lidar_rotation", "sensor2lidar_translation", "cam_intrinsic"):
-                np.testing.assert_allclose(camera[key], source["cams"][name][key], atol=1e-6)
+                assert_allclose(camera[key], source["cams"][name][key], atol=1e-6)
             assert camera["data_path"] == source["cams"][name]["data_path"]
         boxes, expected = info["gt_boxes"], source["gt_boxes"]
-        np.testing.assert_allclose(boxes[:, :6], expected[:, :6], atol=1e-6)
-        np.testing.assert_allclose(np.cos(boxes[:, 6] - expected[:, 6]), 1, atol=1e-9)
+        assert_allclose(boxes[:, :6], expected[:, :6], atol=1e-6)
+        assert_allclose(np.cos(boxes[:, 6] - expected[:, 6]), 1, atol=1e-9)
         is_car = source["gt_names"] == "car"
         assert info["gt_attributes"].tolist() == np.where(is_car, "vehicle.moving", "").tolist()
-        np.testing.assert_allclose(info["gt_ego_fut_trajs"], _masked(source, "gt_ego_fut"), atol=1e-4)
+        assert_allclose(info["gt_ego_fut_trajs"], _masked(source, "gt_ego_fut"), atol=1e-4)
         assert info["gt_agent_fut_trajs"].shape == (len(boxes), 12, 2)
         both = (info["gt_agent_fut_masks"] * source["gt_agent_fut_masks"]).astype(bool)
-        np.testing.assert_allclose(
-            info["gt_agent_fut_trajs"][both], source["gt_agent_fut_trajs"][both], atol=1e-4
-        )
+        assert_allclose(info["gt_agent_fut_trajs"][both], source["gt_agent_fut_trajs"][both], atol=1e-4)
         # An agent out of sight is not annotated: its future ends there.
         assert (info["gt_agent_fut_masks"] <= source["gt_agent_fut_masks"]).all()
         assert both.sum() >= 0.8 * source["gt_agent_fut_masks"].sum()
         status = source["ego_status"] if source["scene_token"] == "val-0000" else np.zeros(10)
-        np.testing.assert_array_equal(info["ego_status"], status)
+        assert_array_equal(info["ego_status"], status)
 
 
 def _masked(source, name):
@@ -70,9 +69,9 @@ def test_velocities(nuscenes):
     known = ~np.isnan(inner["gt_velocity"][:, 0])
     assert known.mean() > 0.8
     # The simulator's are central differences as well.
-    np.testing.assert_allclose(inner["gt_velocity"][known], sources[3]["gt_velocity"][known], atol=1e-4)
+    assert_allclose(inner["gt_velocity"][known], sources[3]["gt_velocity"][known], atol=1e-4)
     known = ~np.isnan(last["gt_velocity"][:, 0])
-    np.testing.assert_allclose(last["gt_velocity"][known], sources[7]["gt_velocity"][known], atol=1.0)
+    assert_allclose(last["gt_velocity"][known], sources[7]["gt_velocity"][known], atol=1.0)
 
 
 def test_instances_are_numbered_over_all_scenes(nuscenes):
@@ -104,7 +103,7 @@ def test_map(nuscenes):
                 assert cdist(points, line).min(axis=0).max() < 0.05
                 checked += 1
         for line in info["map_annos"][0]:
-            np.testing.assert_array_equal(line[0], line[-1])
+            assert_array_equal(line[0], line[-1])
         for label in (1, 2):
             expected = np.concatenate([resample(line, 500) for line in source["map_annos"][label]])
             for line in info["map_annos"][label]:
@@ -145,7 +144,7 @@ def test_tool_converts_published_files(nuscenes, tmp_path, monkeypatch, capsys):
     path = tmp_path / "nuscenes_infos_train.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-mini"}}))
     assert "wrote 16 frames" in succeed_here(monkeypatch, capsys, "prepare-nuscenes", "--convert", path)
-    np.testing.assert_equal(list(load_infos(path.with_suffix(".npz"))[0]), infos)
+    assert_equal(list(load_infos(path.with_suffix(".npz"))[0]), infos)
 
 
 def test_splits():

@@ -1,6 +1,7 @@
 """The converter against the devkit, on a small data set in nuScenes' layout."""
 
 import numpy as np
+from numpy.testing import assert_allclose
 from nuscenes_layout import converted, tilt_and_complete, write_nuscenes
 from peers import peer
 
@@ -36,9 +37,9 @@ def test_annotations_are_the_same(tmp_path):
         for box in nuscenes.get_sample_data(sample["data"]["LIDAR_TOP"])[1]:
             row = row_of[box.token]
             expected = [*box.center, *box.wlh[[1, 0, 2]], box.orientation.yaw_pitch_roll[0]]
-            np.testing.assert_allclose(info["gt_boxes"][row], expected, atol=1e-9)
+            assert_allclose(info["gt_boxes"][row], expected, atol=1e-9)
             velocity = to_ego.T @ to_world.T @ [*nuscenes.box_velocity(box.token)[:2], 0.0]
-            np.testing.assert_allclose(info["gt_velocity"][row], velocity[:2], atol=1e-9)
+            assert_allclose(info["gt_velocity"][row], velocity[:2], atol=1e-9)
             instance = nuscenes.get("sample_annotation", box.token)["instance_token"]
             local = helper.get_future_for_agent(instance, sample["token"], seconds=6, in_agent_frame=True)
             assert info["gt_agent_fut_masks"][row].sum() == len(local)
@@ -47,4 +48,4 @@ def test_annotations_are_the_same(tmp_path):
                     local, box.center, Quaternion(matrix=box.rotation_matrix)
                 )
                 steps = np.diff(np.vstack([box.center[:2], path]), axis=0)
-                np.testing.assert_allclose(info["gt_agent_fut_trajs"][row, : len(local)], steps, atol=1e-5)
+                assert_allclose(info["gt_agent_fut_trajs"][row, : len(local)], steps, atol=1e-5)

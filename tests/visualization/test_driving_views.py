@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 from visdet.structures import DrivingDataSample
@@ -75,9 +76,9 @@ def test_from_above():
     above = without_legend(both)[96:]
     scale = 192 / 64
     (x, y), _ = spots(above[:, :192], class_palette(2)[0])
-    np.testing.assert_allclose([x, y], [96 + 10 * scale, 96 - 5 * scale], atol=4)
+    assert_allclose([x, y], [96 + 10 * scale, 96 - 5 * scale], atol=4)
     (x, y), _ = spots(above[:, 192:], class_palette(2)[0])
-    np.testing.assert_allclose([x, y], [96 - 10 * scale, 96 + 5 * scale], atol=4)
+    assert_allclose([x, y], [96 - 10 * scale, 96 + 5 * scale], atol=4)
     (x, _), count = spots(above, MAP_COLORS[2])
     assert abs(x - (96 - 20 * scale)) < 3 and count > 100
     (x, y), count = spots(above, PLAN_COLOR)
@@ -121,7 +122,7 @@ def test_scene_of_a_prediction():
     )
     (modes,) = scene.futures
     assert [weight for _, weight in modes] == pytest.approx([0.5, 1.0])
-    np.testing.assert_array_equal(modes[-1][0], result["trajs_3d"][0, 4])
+    assert_array_equal(modes[-1][0], result["trajs_3d"][0, 4])
     assert [label for label, _ in scene.lines] == [2] and scene.plan.shape == (6, 2)
     empty = {"boxes_3d": torch.zeros(0, 9), "scores_3d": torch.zeros(0), "labels_3d": torch.zeros(0)}
     assert len(scene_of_prediction(predicted(empty)).boxes) == 0
@@ -138,8 +139,8 @@ def test_scene_of_ground_truth():
         gt_ego_fut_masks=torch.tensor([1.0, 1, 0, 0, 0, 0]),
     )
     scene = scene_of_truth(sample)
-    np.testing.assert_allclose(scene.futures[0][0][0], [[2, 3], [3, 4], [4, 5]])
-    np.testing.assert_allclose(scene.plan, [[1, 1], [2, 2]])
+    assert_allclose(scene.futures[0][0][0], [[2, 3], [3, 4], [4, 5]])
+    assert_allclose(scene.plan, [[1, 1], [2, 2]])
     assert scene.ids.tolist() == [5] and scene.lines == []
 
 
