@@ -71,9 +71,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_folder_is_trained_on_without_a_config(here, capsys):
+def test_a_folder_is_trained_on_without_a_config(here, stdout):
     result = visdet.train("small.py", data=yolo(here / "mine"), iters=2, batch_size=2, lr=1e-3, seed=3)
-    said = capsys.readouterr().out
+    said = stdout()
     assert "images that are drawn at random for validation" in said.replace("\n", " ")
     assert result.work_dir == str(here / "work_dirs/mine")
     short = Path("work_dirs/mine/data/mine.py").read_text()
@@ -95,26 +95,26 @@ def test_objects_have_the_sizes_that_validation_has(here):
     assert_close(boxes[:, 2:] - boxes[:, :2], sides, rtol=0, atol=0.1)
 
 
-def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, capsys):
+def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, stdout):
     root, base = coco(here / "mine"), _base_of("dino-small")
     config_for(root, base, here / "upright")
     empty = coco(here / "empty")
     for file in empty.glob("*/*.json"):
         write_json(file, read_json(file) | {"annotations": []})
     config_for(empty, base, here / "without boxes")
-    assert "four corners" not in capsys.readouterr().out
+    assert "four corners" not in stdout()
     for file in root.glob("*/*.json"):
         content = read_json(file)
         for row in content["annotations"]:
             row["segmentation"] = [[21, 11, 49, 13, 48, 27, 20, 25]]
         write_json(file, content)
     config_for(root, base, here / "turned")
-    assert "--model rotated-dino-small boxes that turn" in capsys.readouterr().out.replace("\n", " ")
+    assert "--model rotated-dino-small boxes that turn" in stdout().replace("\n", " ")
 
 
-def test_the_parts_of_a_folder_are_kept_and_epochs_are_counted(here, capsys):
+def test_the_parts_of_a_folder_are_kept_and_epochs_are_counted(here, stdout):
     visdet.train("small.py", data=coco(here / "mine"), epochs=2, batch_size=3, work_dir="run")
-    said = capsys.readouterr().out
+    said = stdout()
     assert "data: 4 images for train, 2 images for val, 3 images for test" in said.replace("\n", " ")
     assert "at random" not in said
     cfg, _ = load_config("run/last.pth")
@@ -176,7 +176,7 @@ def test_one_image_and_test_images_alone_are_refused(here):
         visdet.train(data=folder)
 
 
-def test_the_command_takes_a_folder(here, capsys):
+def test_the_command_takes_a_folder(here, stdout):
     options = ["--iters", "1", "--batch-size", "2", "--workers", "0", "--seed", "3"]
     main(["train", "small.py", "--data", str(yolo(here / "mine")), *options])
-    assert "visdet infer work_dirs/mine/best.pth" in capsys.readouterr().out
+    assert "visdet infer work_dirs/mine/best.pth" in stdout()

@@ -23,10 +23,10 @@ def content():
     return {"meta": {**meta, "score_thresholds": {"nut": 0.25}}, "state_dict": {"a": torch.zeros(3, 4)}}
 
 
-def test_a_checkpoint_is_described(content, tmp_path, capsys):
+def test_a_checkpoint_is_described(content, tmp_path, stdout):
     torch.save(content, tmp_path / "a.pth")
     main(["inspect", str(tmp_path / "a.pth")])
-    said = capsys.readouterr().out
+    said = stdout()
     for part in (
         "1 tensors, 12 numbers",
         "30 iterations",
@@ -57,11 +57,11 @@ def test_what_a_checkpoint_lacks_is_said(content, change, row, text):
     assert "weights" in checkpoint_rows({"a": torch.zeros(2)}, "a.pth")
 
 
-def test_an_exported_folder_is_described(tmp_path, capsys):
+def test_an_exported_folder_is_described(tmp_path, stdout):
     record = {"format": "onnx", "classes": ["nut"], "inputs": [{"name": "images"}], "limits": {"a": 1}}
     write_json(tmp_path / "model.json", record)
     main(["inspect", str(tmp_path)])
-    said = capsys.readouterr().out
+    said = stdout()
     assert all(part in said for part in ("format       onnx", "['nut']", "a=1", "files        model.json"))
 
 

@@ -37,13 +37,13 @@ def test_snippet_runs(snippet):
     exec(compile(snippet, "README snippet", "exec"), {})
 
 
-def test_the_explanation_follows_the_operator_call(capsys):
+def test_the_explanation_follows_the_operator_call(stdout):
     if not _library.is_loaded("cuda"):
         pytest.skip("the CUDA library, which makes the plans, is not built")
     names = {}
     for snippet in snippets("docs/operators.md"):
         exec(compile(snippet, "snippet of docs/operators.md", "exec"), names)
-    assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
+    assert "ms_deform_attn: path 'decoder'" in stdout()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def skip_without_packages(block):
 
 
 @pytest.mark.parametrize(("heading", "block"), BLOCKS, ids=[heading for heading, _ in BLOCKS])
-def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
+def test_a_recipe_runs(tmp_path, monkeypatch, stdout, shapes, heading, block):
     skip_without_packages(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -74,7 +74,7 @@ def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
     if "EMA" in heading:
         assert checkpoint["ema_state_dict"]
     if "stopping" in heading:
-        assert checkpoint["meta"]["iter"] < 12 and "EarlyStoppingHook" in capsys.readouterr().out
+        assert checkpoint["meta"]["iter"] < 12 and "EarlyStoppingHook" in stdout()
     if "accumulation" in heading:
         assert "4" in str(cfg.optim_wrapper.accumulative_counts)
     if "frozen" in heading:

@@ -161,9 +161,9 @@ def test_one_header_includes_torch_for_all_sources(build):
     assert allowed and all(name.startswith(stable) for name in allowed)
 
 
-def test_the_doctor_reports_versions_libraries_and_operators(capsys):
+def test_the_doctor_reports_versions_libraries_and_operators(stdout):
     assert doctor.run(Namespace()) == 0
-    printed = capsys.readouterr().out
+    printed = stdout()
     parts = (
         "torch ",
         "system",
@@ -194,7 +194,7 @@ MISSING = {"loaded": False, "path": "a library", "problem": "it does not exist"}
     ],
     ids=["none", "cpu", "both"],
 )
-def test_the_doctor_says_what_is_missing_and_what_is_in_the_way(cpu, cuda, parts, monkeypatch, capsys):
+def test_the_doctor_says_what_is_missing_and_what_is_in_the_way(cpu, cuda, parts, monkeypatch, stdout):
     """The report of a machine without OpenCV, where another project named visdet is installed."""
     found = {"torch": "2.14.1", "visdet": "1.2"}
 
@@ -206,7 +206,7 @@ def test_the_doctor_says_what_is_missing_and_what_is_in_the_way(cpu, cuda, parts
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(ops, "build_info", lambda: {"cpu": cpu, "cuda": cuda})
     assert doctor.run(Namespace()) == int(cpu is MISSING)
-    printed = capsys.readouterr().out
+    printed = stdout()
     parts = [
         *parts,
         "opencv-python      MISSING",

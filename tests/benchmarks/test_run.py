@@ -28,7 +28,7 @@ def scaled(factor):
     return lambda *arguments: ms_deform_attn(*arguments) * factor
 
 
-def test_tiny_case_from_end_to_end(tmp_path, capsys):
+def test_tiny_case_from_end_to_end(tmp_path, stdout):
     options = ["--device", "cpu", "--cases", "attn/tiny", "--dtypes", "float32", "bfloat16", "--quick"]
     assert main([*options, "--out", str(tmp_path)]) == 0
     report = read_json(tmp_path / "bench.json")
@@ -44,7 +44,7 @@ def test_tiny_case_from_end_to_end(tmp_path, capsys):
             assert figures["percent_of_floor"] == pytest.approx(100 * figures["floor_us"] / time["median_us"])
         assert result["peers"]["torch"]["passes"].keys() == {"forward", "backward", "both"}
         assert result["peers"]["torch"]["output_error"] < 5e-3
-    text = capsys.readouterr().out
+    text = stdout()
     assert "| case | type | forward | forward and backward | torch |" in text
     assert "| ms_deform_attn/tiny | bfloat16 |" in text
 

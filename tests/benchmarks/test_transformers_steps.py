@@ -42,7 +42,7 @@ def test_every_family_has_levels_to_attend_to(name):
     assert getattr(config, "num_feature_levels", 1) >= 1
 
 
-def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
+def test_a_family_from_end_to_end(tmp_path, monkeypatch, stdout):
     monkeypatch.setitem(FAMILIES, "tiny", TINY)
     options = ["--device", "cpu", "--families", "tiny", "--turns", "2"]
     assert steps.main([*options, "--out", str(tmp_path)]) == 0
@@ -52,10 +52,10 @@ def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
     for step in result["steps"]:
         for way in ("stock", "visdet"):
             assert step[way]["wall_ms"] > 0
-    assert "| tiny | predict float32 |" in capsys.readouterr().out
+    assert "| tiny | predict float32 |" in stdout()
 
 
-def test_a_family_whose_outputs_differ_is_not_timed(tmp_path, monkeypatch, capsys):
+def test_a_family_whose_outputs_differ_is_not_timed(tmp_path, monkeypatch, stdout):
     @contextlib.contextmanager
     def off_by_a_percent():
         hook = torch.nn.modules.module.register_module_forward_hook(
@@ -68,4 +68,4 @@ def test_a_family_whose_outputs_differ_is_not_timed(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(steps.WAYS, "visdet", off_by_a_percent)
     options = ["--device", "cpu", "--families", "tiny", "--turns", "1"]
     assert steps.main([*options, "--out", str(tmp_path)]) == 1
-    assert "not timed: the outputs differ" in capsys.readouterr().out
+    assert "not timed: the outputs differ" in stdout()

@@ -47,10 +47,10 @@ def test_a_sample_that_is_given_up_is_timed_and_left_out():
     assert pace > 0 and results == [{"keep": True}]
 
 
-def test_the_command_writes_a_report(tmp_path, capsys):
+def test_the_command_writes_a_report(tmp_path, stdout):
     config = tmp_path / "config.py"
     config.write_text(f"train_pipeline = {PIPELINE[:2]}\n")
     assert main([str(config), "--images", "1", "--out", str(tmp_path / "out")]) == 0
     report = read_json(tmp_path / "out" / "transforms.json")
     assert [row["transform"] for row in report["results"]][-1] == "the whole pipeline"
-    assert "LoadAnnotations" in capsys.readouterr().out
+    assert "LoadAnnotations" in stdout()

@@ -47,12 +47,12 @@ def test_links_to_the_pages_exist():
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_the_snippet_of_the_first_page_runs(capsys):
+def test_the_snippet_of_the_first_page_runs(stdout):
     if not _library.is_loaded("cuda"):
         pytest.skip("the CUDA library, which makes the plans, is not built")
     [snippet] = re.findall(r"```python\n(.*?)```", (PAGES / "README.md").read_text(), re.DOTALL)
     exec(compile(snippet, "docs/kernels/README.md", "exec"), {})
-    assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
+    assert "ms_deform_attn: path 'decoder'" in stdout()
 
 
 def times_report(median, environment=None):

@@ -132,18 +132,18 @@ class Runs:
 
 
 def test_a_checkpoint_runs_no_code_and_other_calls_of_load_are_as_before(
-    bridge, tmp_path, capsys, monkeypatch
+    bridge, tmp_path, stdout, monkeypatch
 ):
     torch.save(Runs(), tmp_path / "a.pth")
     torch.save(CONTENT["score"], tmp_path / "b.pth")
     for path, options in (("a.pth", {}), ("b.pth", {"weights_only": True})):
         with pytest.raises(Exception, match="Weights only load failed"):
             torch.load(tmp_path / path, **options)
-    assert not capsys.readouterr().out
+    assert not stdout()
     torch.load(tmp_path / "a.pth", weights_only=False)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.load(tmp_path / "a.pth")
-    assert capsys.readouterr().out.count("this file runs code") == 2
+    assert stdout().count("this file runs code") == 2
 
 
 @pytest.mark.parametrize("known, given", [("--local_rank", "--local-rank"), ("--local-rank", "--local_rank")])

@@ -271,7 +271,7 @@ def test_a_fault_is_found_at_its_node(exported, pictures, fault, tmp_path):
     assert steps and min(steps) <= 2, str(error.value)
 
 
-def test_the_command_reads_a_model_of_transformers_and_annotations(pictures, tmp_path, capsys):
+def test_the_command_reads_a_model_of_transformers_and_annotations(pictures, tmp_path, stdout):
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     model = seeded(Transformers)
     model.model.save_pretrained(tmp_path / "model")
@@ -287,9 +287,9 @@ def test_the_command_reads_a_model_of_transformers_and_annotations(pictures, tmp
     annotations.write_text(json.dumps(content))
     command = ["check-export", str(tmp_path / "model.onnx"), "--model", f"hf:{tmp_path / 'model'}"]
     main([*command, "--images", str(annotations.parent)])
-    assert "gives what the model gives" in capsys.readouterr().out
+    assert "gives what the model gives" in stdout()
     main([*command, "--images", str(annotations)])
-    assert "mAP of the graph: 0." in capsys.readouterr().out
+    assert "mAP of the graph: 0." in stdout()
 
 
 @pytest.mark.parametrize("takes_picture", [False, True])

@@ -157,12 +157,12 @@ def test_files_of_the_users_stay(tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_without_a_largest_size_the_steps_stay_before_the_graph(trained, tmp_path, monkeypatch, capsys):
+def test_without_a_largest_size_the_steps_stay_before_the_graph(trained, tmp_path, monkeypatch, stdout):
     cfg, checkpoint = copy.deepcopy(trained[0]), trained[1]
     pipeline = cfg.test_dataloader.dataset.pipeline
     cfg.test_dataloader.dataset.pipeline = [step for step in pipeline if step["type"] != "Resize"]
     monkeypatch.setattr(from_config, "export", lambda model, out, **arguments: arguments)
     assert "steps" not in export_config(cfg, checkpoint, tmp_path)
-    assert "with --shape H W it takes pictures" in capsys.readouterr().out
+    assert "with --shape H W it takes pictures" in stdout()
     assert export_config(cfg, checkpoint, tmp_path, shape=(64, 64))["steps"].resize is None
     assert export_config(*trained, tmp_path)["steps"].limits_sizes()

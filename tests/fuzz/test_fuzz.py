@@ -142,11 +142,11 @@ def test_problems_have_every_layout_type_and_bad_number():
     }
 
 
-def test_calls_run_in_this_process_for_a_sanitizer(capsys):
+def test_calls_run_in_this_process_for_a_sanitizer(stdout):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.fuzz.__main__.run_batches", None)
         assert main(["sample_sum", "--in-process", "--calls", "5", "--seed", "3"]) == 0
-    assert "5 calls" in capsys.readouterr().out
+    assert "5 calls" in stdout()
 
 
 def test_an_argument_spoiled_on_purpose_is_refused_by_name():
