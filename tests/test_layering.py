@@ -106,10 +106,9 @@ def test_imports_follow_the_direction(part):
 def test_the_engine_has_seven_layers():
     engine = ROOT / "engine"
     layer = {room: number for number, rooms in enumerate(LAYERS_OF_ENGINE) for room in rooms}
-    names = {path.relative_to(engine).parts[0].removesuffix(".py") for path in engine.rglob("*.py")}
-    assert layer.keys() == names - {"__init__"}, "each folder and each file has a layer"
-    for path in engine.rglob("*.py"):
-        room = path.relative_to(engine).parts[0].removesuffix(".py")
+    room_of = {path: path.relative_to(engine).parts[0].removesuffix(".py") for path in engine.rglob("*.py")}
+    assert layer.keys() == {*room_of.values()} - {"__init__"}, "each folder and each file has a layer"
+    for path, room in room_of.items():
         if room != "__init__":
             rooms = {name[2] for name in imported(path) if name[1] == "engine"}
             higher = {other for other in rooms - {room} if layer[other] >= layer[room]}

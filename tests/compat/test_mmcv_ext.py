@@ -353,6 +353,7 @@ def test_softnms_writes_into_the_given_tensor(method):
 
 
 X, REGIONS = torch.zeros(2, 3, 6, 7), torch.zeros(4, 5)
+CORNERS = REGIONS[:, 1:]
 POOLED, OTHER = torch.zeros(4, 3, 2, 2), torch.zeros(1, 3, 2, 2)
 NONE = torch.zeros(0)
 CARAFE = dict(kernel_size=3, group_size=1, scale_factor=2)
@@ -397,17 +398,17 @@ OVERLAP = dict(aligned=False, offset=0)
             dict(gamma=2.0, alpha=0.25),
             "output must be",
         ),
-        ("softnms", (REGIONS[:, 1:], REGIONS[:, 0], POOLED), SOFT | dict(method=0), "dets must be"),
+        ("softnms", (CORNERS, REGIONS[:, 0], POOLED), SOFT | dict(method=0), "dets must be"),
         (
             "softnms",
-            (REGIONS[:, 1:], REGIONS[:, 0], REGIONS),
+            (CORNERS, REGIONS[:, 0], REGIONS),
             SOFT | dict(method=-1),
             "method must be one of",
         ),
-        ("bbox_overlaps", (REGIONS[:, 1:], REGIONS[:, 1:], POOLED), OVERLAP | dict(mode=0), "ious must be"),
+        ("bbox_overlaps", (CORNERS, CORNERS, POOLED), OVERLAP | dict(mode=0), "ious must be"),
         (
             "bbox_overlaps",
-            (REGIONS[:, 1:], REGIONS[:, 1:], POOLED),
+            (CORNERS, CORNERS, POOLED),
             OVERLAP | dict(mode=-1),
             "mode must be one of",
         ),

@@ -110,12 +110,13 @@ def test_nothing():
     assert np.isnan(list(motion_scores([nothing]).values())).all()
     assert np.isnan(list(motion_scores([]).values())).all()
     way = path(0, 0, 1.0)
-    full = agents([((0, 0), way)], [(0.9, (0, 0), [way])])
+    true, far = [((0, 0), way)], [(0.9, (9, 0), [way])]
+    full = agents(true, [(0.9, (0, 0), [way])])
     assert motion_scores([nothing, full, nothing]) == pytest.approx(dict(minADE=0, minFDE=0, MR=0, EPA=1))
-    scores = motion_scores([agents([((0, 0), way)], [])])
+    scores = motion_scores([agents(true, [])])
     assert scores["EPA"] == 0.0 and np.isnan(scores["minADE"])
-    assert motion_scores([agents([((0, 0), way)], [(0.9, (9, 0), [way])])])["EPA"] == -0.5
-    assert np.isnan(motion_scores([agents([], [(0.9, (9, 0), [way])])])["EPA"])
+    assert motion_scores([agents(true, far)])["EPA"] == -0.5
+    assert np.isnan(motion_scores([agents([], far)])["EPA"])
 
 
 def box(x, y, vx=0.0):

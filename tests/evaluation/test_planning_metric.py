@@ -15,6 +15,8 @@ from visdet.evaluation.planning_metric import (
 AHEAD = np.pi / 2
 EGO = (4.0, 2.0)
 
+EIGHTH = np.pi / 4  # of a turn
+
 
 def box(x, y, length=2.0, width=2.0, yaw=0.0):
     return [x, y, 0.0, length, width, 1.5, yaw]
@@ -33,13 +35,13 @@ def straight(step, num_steps=6):
         (box(2.0, 0.0), True),  # touching
         (box(2.0, 2.0), True),  # corner on corner
         (box(0.0, 0.0, 0.1, 0.1, 0.3), True),  # within: no corner of the larger one is in the smaller
-        (box(2.4, 0.0, yaw=np.pi / 4), True),  # 1 + sqrt(2) = 2.414
-        (box(2.42, 0.0, yaw=np.pi / 4), False),
+        (box(2.4, 0.0, yaw=EIGHTH), True),  # 1 + sqrt(2) = 2.414
+        (box(2.42, 0.0, yaw=EIGHTH), False),
         (
-            box(1.8, 1.8, yaw=np.pi / 4),
+            box(1.8, 1.8, yaw=EIGHTH),
             False,
         ),  # only the axis of the turned box parts them: 1 + sqrt(2) < 1.8 * sqrt(2)
-        (box(1.7, 1.7, yaw=np.pi / 4), True),
+        (box(1.7, 1.7, yaw=EIGHTH), True),
         (box(np.nan, 0.0), False),
         (box(0.0, 0.0, 10, 0.1, 0.8), True),  # a cross: no corner of one is inside the other
     ],
@@ -53,7 +55,7 @@ def test_boxes_that_meet(other, meets):
 def test_headings():
     assert_allclose(headings(straight(2.0)), AHEAD)
     # A step ahead, then one to the right: chords (1, 1) and, at the end, (1, 0).
-    assert_allclose(headings(np.array([[0.0, 1.0], [1.0, 1.0]])), [np.pi / 4, 0])
+    assert_allclose(headings(np.array([[0.0, 1.0], [1.0, 1.0]])), [EIGHTH, 0])
     # Hardly moves: ahead, whatever the noise.
     assert_allclose(headings(np.array([[0.3, 0.0], [0.0, 0.0], [0.2, 0.1]])), AHEAD)
     # A standing vehicle that starts to move to the left.

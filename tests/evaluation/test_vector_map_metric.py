@@ -51,12 +51,12 @@ def test_direction_and_points_do_not_matter():
 
 
 def test_empty_frames_classes_and_short_lines():
-    metrics = evaluate(
-        [([], [], [], [], []), ([straight(0)], [0], [straight(0), np.zeros((1, 2))], [0.5, 0.9], [0, 0])]
-    )
+    line = straight(0)
+    lines = [line]
+    metrics = evaluate([([], [], [], [], []), (lines, [0], [line, np.zeros((1, 2))], [0.5, 0.9], [0, 0])])
     assert metrics["ped_crossing_AP"] == pytest.approx(1) and metrics["divider_AP"] == 0
     # A line where there is none is wrong.
-    more = evaluate([([], [], [straight(0)], [0.9], [0]), ([straight(0)], [0], [straight(0)], [0.5], [0])])
+    more = evaluate([([], [], lines, [0.9], [0]), (lines, [0], lines, [0.5], [0])])
     assert more["ped_crossing_AP"] == pytest.approx(0.5)
 
 

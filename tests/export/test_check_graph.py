@@ -212,12 +212,14 @@ def int8_weights_of_attention(graph):
     weights = {value.name: value for value in graph.initializer}
     projections = [node for node in nodes_of(graph, "MatMul") if node.input[1] in weights][:4]
     for number, node in enumerate(projections):
-        values = onnx.numpy_helper.to_array(weights[node.input[1]])
+        names_of_inputs = node.input
+        values = onnx.numpy_helper.to_array(weights[names_of_inputs[1]])
         scale = np.abs(values).max() / 127
         names = [constant(graph, f"int8 {number}", np.round(values / scale).astype(np.int8))]
         names.append(constant(graph, f"scale {number}", np.float32(scale)))
-        node.input[1] = f"weights {number}"
-        graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", names, [node.input[1]], node.input[1]))
+        dequantised = f"weights {number}"
+        names_of_inputs[1] = dequantised
+        graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", names, [dequantised], dequantised))
     return projections[0].name
 
 

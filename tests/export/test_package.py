@@ -114,14 +114,17 @@ def test_a_folder_of_an_older_version_loads(folder_of, tmp_path):
 
 def test_an_export_that_does_not_end_leaves_no_evidence(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text("the user's own")
+
+    def is_checked(name):
+        return json.loads((tmp_path / name).read_text())["checked"]
+
     visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
-    assert json.loads((tmp_path / "model.json").read_text())["checked"]
-    assert json.loads((tmp_path / "report.json").read_text())["checked"]
+    assert is_checked("model.json") and is_checked("report.json")
     monkeypatch.setattr(pt2, "write", lambda program, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
     assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.py"}
-    assert not json.loads((tmp_path / "model.json").read_text())["checked"]
+    assert not is_checked("model.json")
 
 
 def test_other_results_are_not_called_checked(tmp_path, monkeypatch):

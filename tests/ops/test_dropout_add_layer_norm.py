@@ -239,15 +239,16 @@ def test_the_gradient_of_a_copy_is_added_to_that_of_the_output(dtype):
     copy = in_autocast_type(output, dtype)
     assert torch.equal(copy, output.to(dtype)) and copy.dtype == dtype
     of_output, of_copy = torch.randn_like(output), torch.randn_like(copy)
-    found = torch.autograd.grad((output, copy), tensors, (of_output, of_copy), retain_graph=True)
-    expected = torch.autograd.grad(output, tensors, of_output + of_copy.float(), retain_graph=True)
-    assert_close(found, expected, rtol=0, atol=0)
-    assert_close(
-        torch.autograd.grad(copy, tensors, of_copy, retain_graph=True),
-        torch.autograd.grad(output, tensors, of_copy.float()),
-        rtol=0,
-        atol=0,
-    )
+    widened = of_copy.float()
+    for given, of_given, same in (
+        ((output, copy), (of_output, of_copy), of_output + widened),
+        (copy, of_copy, widened),
+    ):
+        found, expected = (
+            torch.autograd.grad(one, tensors, gradient, retain_graph=True)
+            for one, gradient in ((given, of_given), (output, same))
+        )
+        assert_close(found, expected, rtol=0, atol=0)
     with torch.no_grad():
         output += 1
     assert in_autocast_type(output, dtype) is output

@@ -207,14 +207,15 @@ def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):
     ) as said:
         head = MotionPlanningHead(**head_parts(), **sizes, **files)
     assert len(said) == 2
+    given = {}, {}, [], None, None, None, None
     assert head.motion_anchor.shape == (5, 6, 12, 2) and head.plan_anchor.shape == (3, 6, 6, 2)
     with pytest.raises(FileNotFoundError, match=r"needs the motion_anchor file .*make-anchors"):
-        head.train()({}, {}, [], None, None, None, None)
+        head.train()(*given)
     with pytest.raises(ValueError, match="detection must give ids"):  # evaluation gets past the anchors
-        head.eval()({}, {}, [], None, None, None, None)
+        head.eval()(*given)
 
     anchors = {"motion_anchor": np.ones((5, 6, 12, 2)), "plan_anchor": np.full((3, 6, 6, 2), 2.0)}
     head.load_state_dict(MotionPlanningHead(**head_parts(), **sizes, **anchors).state_dict())
     with pytest.raises(ValueError, match="detection must give ids"):
-        head.train()({}, {}, [], None, None, None, None)
+        head.train()(*given)
     assert (head.motion_anchor == 1).all() and (head.plan_anchor == 2).all()
