@@ -43,12 +43,11 @@ def test_three_nn_of_points_with_the_number_of_their_image():
     mmcv_ext.three_nn_forward(unknown, known, squared, index, b=1, n=7, m=12)
     for n, point in enumerate(unknown[0]):
         apart = (known[0, :, 1:] - point[1:]).square().sum(1).where(known[0, :, 0] == point[0], torch.inf)
-        expected = apart.sort(stable=True)
-        if point[0] == 2:
-            assert index[0, n].tolist() == [0, 0, 0] and (squared[0, n] == 1e10).all()
-        else:
-            assert index[0, n].tolist() == expected.indices[:3].tolist()
-            assert_close(squared[0, n], expected.values[:3])
+        distances, nearest = (sorted_ones[:3] for sorted_ones in apart.sort(stable=True))
+        if point[0] == 2:  # no point is of that image
+            distances, nearest = torch.full_like(distances, 1e10), torch.zeros_like(nearest)
+        assert index[0, n].tolist() == nearest.tolist()
+        assert_close(squared[0, n], distances)
 
 
 def test_boxes():
@@ -114,7 +113,7 @@ def test_pairs_with_a_table_of_the_grid():
 
 def test_synchronised_batch_normalisation_is_batch_norm():
     x = torch.randn(3, 4, 5).requires_grad_()
-    weight, bias = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_()
+    weight, bias = (torch.rand(4).requires_grad_() for _ in range(2))
     moving = torch.rand(4), torch.rand(4)
     expected_moving = [tensor.clone() for tensor in moving]
     expected = torch.nn.functional.batch_norm(x, *expected_moving, weight, bias, True, 0.1, 1e-5)

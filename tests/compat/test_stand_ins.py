@@ -16,14 +16,15 @@ def make_package(tmp_path, monkeypatch):
     made = []
 
     def make(name, **files):
-        folder = tmp_path.joinpath(*name.split("."))
+        parts = name.split(".")
+        folder = tmp_path.joinpath(*parts)
         folder.mkdir(parents=True, exist_ok=True)
-        for parent in [folder, *folder.parents][: len(name.split("."))]:
+        for parent in [folder, *folder.parents][: len(parts)]:
             (parent / "__init__.py").touch()
         for file, content in files.items():
             (folder / f"{file}.py").write_text(content)
-        made.append(name.split(".")[0])
-        for key in [key for key in sys.modules if key.split(".")[0] == made[-1]]:
+        made.append(parts[0])
+        for key in [key for key in sys.modules if key.split(".")[0] == parts[0]]:
             monkeypatch.delitem(sys.modules, key)
         importlib.invalidate_caches()
 

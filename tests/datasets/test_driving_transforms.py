@@ -227,12 +227,15 @@ def test_map_lines_are_cut_to_the_region(options):
 
 def test_photometric_distortion_keeps_bytes_and_changes_colours():
     image = np.tile(np.array([30, 120, 200], np.uint8), (8, 8, 1))
-    seen = [T.PhotoMetricDistortionMultiViewImage()({"img": [image.copy()]})["img"][0] for _ in range(60)]
+
+    def changed(*options):
+        return T.PhotoMetricDistortionMultiViewImage(*options)({"img": [image.copy()]})["img"][0]
+
+    seen = [changed() for _ in range(60)]
     assert all(picture.dtype == np.uint8 and picture.shape == image.shape for picture in seen)
     assert all((picture == picture[0, 0]).all() for picture in seen)
     assert len({tuple(picture[0, 0]) for picture in seen}) > 40
-    identity = T.PhotoMetricDistortionMultiViewImage(0, (1, 1), (1, 1), 0)
-    same = [identity({"img": [image.copy()]})["img"][0][0, 0] for _ in range(20)]
+    same = [changed(0, (1, 1), (1, 1), 0)[0, 0] for _ in range(20)]
     assert all(np.abs(np.sort(color).astype(int) - [30, 120, 200]).max() <= 1 for color in same)
     assert len({tuple(color) for color in same}) > 2  # channels change places
 

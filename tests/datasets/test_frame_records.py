@@ -203,14 +203,10 @@ def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):
         folder = tmp_path / name / "samples"
         folder.mkdir(parents=True)
         (folder / "0.png").touch()
-    for name in ("one", "two"):
-        dataset = dataset_of(with_camera(infos, data_path=f"{name}/samples/0.png"), data_root=str(tmp_path))
-        assert dataset[1]["img_filename"][-1] == str(tmp_path / name / "samples" / "0.png")
     # A folder that is not there is that of the publisher.
-    dataset = dataset_of(
-        with_camera(infos, data_path="./data/nuscenes/samples/0.png"), data_root=str(tmp_path)
-    )
-    assert dataset[1]["img_filename"][-1] == str(tmp_path / "samples" / "0.png")
+    for given, name in {"one": "one", "two": "two", "./data/nuscenes": ""}.items():
+        dataset = dataset_of(with_camera(infos, data_path=f"{given}/samples/0.png"), data_root=str(tmp_path))
+        assert dataset[1]["img_filename"][-1] == str(tmp_path / name / "samples" / "0.png")
 
 
 def test_arrays_of_other_types_are_saved(dataset_of, infos):

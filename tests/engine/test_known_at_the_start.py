@@ -210,20 +210,22 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
     holder = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     )
+    given = str(tmp_path)
+    next_one = f"{given}_2"
     try:
         assert holder.stdout.readline() == "held\n"
         assert "another training is running in" in message_of(tmp_path)
-        assert free_folder(str(tmp_path)) == f"{tmp_path}_2", "it has a log, and is in use"
+        assert free_folder(given) == next_one, "it has a log, and is in use"
         with only_training_in(tmp_path.parent):
             pass
     finally:
         holder.kill()
         holder.wait()
-    assert free_folder(str(tmp_path)) == str(tmp_path), "the training was over before it wrote numbers"
-    assert free_folder(str(tmp_path), for_training=False) == f"{tmp_path}_2"
+    assert free_folder(given) == given, "the training was over before it wrote numbers"
+    assert free_folder(given, for_training=False) == next_one
     for _ in range(2):  # A killed run leaves no lock.
         build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
-    assert free_folder(str(tmp_path)) == f"{tmp_path}_2"
+    assert free_folder(given) == next_one
 
 
 @pytest.mark.parametrize(

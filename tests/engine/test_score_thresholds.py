@@ -143,17 +143,17 @@ def test_pictures_have_a_threshold_for_each_class(threshold, drawn, monkeypatch)
 
 
 def test_train_and_evaluate_return_what_they_measured(tmp_path):
-    cfg = toy_config(tmp_path)
-    result = visdet.train(cfg, {"train_cfg.max_iters": 10}, work_dir=tmp_path / "run", randomness={"seed": 1})
-    assert result.work_dir == str(tmp_path / "run") and result.last_checkpoint.endswith("iter_10.pth")
+    cfg, run, found = toy_config(tmp_path), tmp_path / "run", tmp_path / "found.json"
+    result = visdet.train(cfg, {"train_cfg.max_iters": 10}, work_dir=run, randomness={"seed": 1})
+    assert result.work_dir == str(run) and result.last_checkpoint.endswith("iter_10.pth")
     assert "toy/accuracy" in result.metrics and "toy_accuracy" in result.best_checkpoint
-    cfg.work_dir, before = result.work_dir, sorted((tmp_path / "run").iterdir())
+    cfg.work_dir, before = result.work_dir, sorted(run.iterdir())
     for folder in ("run_test", "run_test_2"):
         cfg.experiment_name = folder  # Runs of one name that begin in the same second share a log.
-        metrics = visdet.evaluate(cfg, result.last_checkpoint, out=tmp_path / "found.json")
+        metrics = visdet.evaluate(cfg, result.last_checkpoint, out=found)
         assert list((tmp_path / folder).glob("*/*.log"))
-    assert sorted((tmp_path / "run").iterdir()) == before, "a test writes nothing into the run"
-    assert metrics["toy/images"] == 13 and len(read_json(tmp_path / "found.json")) == 13
+    assert sorted(run.iterdir()) == before, "a test writes nothing into the run"
+    assert metrics["toy/images"] == 13 and len(read_json(found)) == 13
     assert cfg.train_cfg.max_iters == 20 and cfg.get("load_from") is None, "the config is not changed"
     with pytest.raises(UserError, match=r"checkpoint must be .* got None"):
         visdet.evaluate(cfg, None)

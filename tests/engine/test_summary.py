@@ -26,7 +26,8 @@ def test_the_flops_of_a_driving_model_are_those_of_a_drawn_frame():
     size = {"test_dataloader.dataset.data_aug_conf.final_dim": (32, 64)}
     cfg, _ = load_config("sparsedrive/sparsedrive_toy_stage2", size)
     *rows, last = model_summary(cfg).splitlines()[1:]
-    rows = {row.split()[0]: row.split()[1:] for row in rows if len(row.split()) == 5}
+    cells = map(str.split, rows)
+    rows = {row[0]: row[1:] for row in cells if len(row) == 5}
     parts = {part: float(row[2]) for part, row in rows.items()}
     assert (
         parts.pop("all") == pytest.approx(sum(parts.values()), abs=0.01)

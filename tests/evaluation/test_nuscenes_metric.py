@@ -128,8 +128,9 @@ def test_boxes_are_compared_in_the_world():
 
 def test_frames_count_once_and_empty_frames_count():
     place = {"token": "t", "timestamp": 0.0}
-    right = ([box(5, 5)], [0], [box(5, 5)], [0.9], [0], place)
-    empty, alarm = ([], [], [], [], [], {}), ([], [], [box(5, 5)], [0.95], [0], {})
+    boxes = [box(5, 5)]
+    right = (boxes, [0], boxes, [0.9], [0], place)
+    empty, alarm = ([], [], [], [], [], {}), ([], [], boxes, [0.95], [0], {})
     one = evaluate(right, empty)
     assert one["mAP"] == pytest.approx(1)
     assert evaluate(right, right, empty) == pytest.approx(one)

@@ -37,11 +37,13 @@ def test_events_by_hand():
 
 
 def test_an_object_keeps_its_track_though_another_is_nearer():
-    scene = [
-        (objects(o1=(0, 0)), objects(t5=(0.1, 0))),
-        (objects(o1=(0, 0)), objects(t5=(1.5, 0), t6=(0, 0))),
-        (objects(o1=(0, 0)), objects(t5=(2.0, 0), t6=(0, 0))),  # two metres are too far
+    tracks = [
+        objects(t5=(0.1, 0)),
+        objects(t5=(1.5, 0), t6=(0, 0)),
+        objects(t5=(2.0, 0), t6=(0, 0)),  # two metres are too far
     ]
+    standing = objects(o1=(0, 0))
+    scene = [(standing, seen) for seen in tracks]
     assert numbers(count_events([scene], 2.0)) == (2, 1, 0, 2)
     # Each scene starts afresh.
     assert numbers(count_events([scene[:1], scene[2:]], 2.0)) == (2, 0, 0, 1)

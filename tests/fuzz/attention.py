@@ -34,18 +34,16 @@ def level_tables(draw: Draw, shapes: Tensor) -> tuple[Any, Any, Tensor]:
 
 def attention_sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
     """Return level_shapes, B, Q, G, C and P, small and odd or as in a decoder or an encoder."""
+    shapes = _pyramid(draw, draw.is_big)
+    rows = int(shapes.prod(1).sum())
     if draw.is_big:
-        shapes = _pyramid(draw, True)
-        rows = int(shapes.prod(1).sum())
         G, C, P = draw.pick(8, 8, 4, 1), draw.pick(32, 32, 16, 64, 8), draw.pick(4, 4, 4, 3, 8)
         Q = draw.pick(rows, rows, 300, 900, 301) if rows <= 4000 or draw.device == "cuda" else 300
         return shapes, draw.pick(1, 2), Q, G, C, P
-    shapes = _pyramid(draw, False)
     G = draw.size(9)
     C = draw.pick(*HEAD_CHANNELS) if draw.chance(0.9) else draw.pick(0, 256, 257, 1025)
     if G * C > 600:
         G = 1
-    rows = int(shapes.prod(1).sum())
     Q = rows if draw.chance(0.1) else draw.size(24)
     return shapes, draw.size(3), Q, G, C, draw.size(6)
 

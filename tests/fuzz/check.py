@@ -67,14 +67,15 @@ def run_call(operator: Operator, seed: int, device: str) -> Outcome:
     if not problem.must_refuse and draw.chance(0.03):
         _spoil(operator, problem, draw)
     deterministic = draw.chance(0.4)
-    needed = [name for name in problem.differentiable if isinstance(problem.arguments[name], Tensor)]
+    arguments = problem.arguments
+    needed = [name for name in problem.differentiable if isinstance(arguments[name], Tensor)]
     if draw.chance(0.15):
         needed = [name for name in needed if draw.chance(0.6)]
     for name in needed:
-        tensor = problem.arguments[name]
+        tensor = arguments[name]
         if tensor.is_floating_point():
-            problem.arguments[name] = tensor.detach().requires_grad_()
-    needed = [name for name in needed if problem.arguments[name].requires_grad]
+            arguments[name] = tensor.detach().requires_grad_()
+    needed = [name for name in needed if arguments[name].requires_grad]
     try:
         torch.use_deterministic_algorithms(deterministic)
         try:

@@ -167,9 +167,9 @@ def test_init_weights():
     model.init_weights()
     head = model.bbox_head
     assert_close(head.cls_branches[1].bias.sigmoid(), torch.full((3,), 0.01))
-    assert head.reg_branches[0][-1].bias.tolist() == [0, 0, -2, -2]
-    assert head.reg_branches[1][-1].bias.tolist() == [0, 0, 0, 0]
-    assert not head.reg_branches[0][-1].weight.any()
+    first, second = (branch[-1] for branch in head.reg_branches[:2])
+    assert first.bias.tolist() == [0, 0, -2, -2] and second.bias.tolist() == [0, 0, 0, 0]
+    assert not first.weight.any()
     assert (
         model.encoder.layers[0].self_attn.sampling_offsets.bias.abs().max() == 2
     )  # as many pixels as points

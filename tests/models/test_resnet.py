@@ -43,10 +43,10 @@ def test_features_are_torchvisions(depth):
 
 
 def test_caffe_style_strides_in_the_first_convolution():
-    block = ResNet(50, style="caffe").layer2[0]
-    assert (block.conv1.stride, block.conv2.stride) == ((2, 2), (1, 1))
-    block = ResNet(50).layer2[0]
-    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
+    two, one = (2, 2), (1, 1)
+    for style, strides in {"caffe": [two, one], "pytorch": [one, two]}.items():
+        convs = ResNet(50, style=style).layer2[0].main_layers
+        assert [conv.stride for conv, _ in convs[:2]] == strides
 
 
 def test_dilated_last_stage_keeps_the_resolution():

@@ -104,8 +104,10 @@ def _draw_points(draw: Draw) -> Problem:
     near = near_pixels(images, points * 2 - 1)
     has_bad = not bool((points.isfinite() & (points.abs() < 1e3)).all())
     unsure = has_bad or not usual or not exact or bool(near.any())
-    if unsure and settings["mode"] == "nearest":
+    takes_nearest = settings["mode"] == "nearest"
+    if unsure and takes_nearest:
         exact = False
+    has_no_gradient = takes_nearest or has_bad or not exact
     return Problem(
         {"input": images, "points": points, **settings},
         differentiable=("input", "points"),
@@ -113,8 +115,8 @@ def _draw_points(draw: Draw) -> Problem:
         error_factor=64.0 + 16 * max(images.shape[2:]) + 0.5 * points[..., 0].numel(),
         skip={
             "points": unsure or settings["padding_mode"] != "zeros",
-            "output": settings["mode"] == "nearest" or has_bad or not exact,
-            "input": settings["mode"] == "nearest" or has_bad or not exact,
+            "output": has_no_gradient,
+            "input": has_no_gradient,
         },
         may_refuse="images have no pixels" if images.numel() == 0 else "",
     )

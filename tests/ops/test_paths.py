@@ -50,10 +50,9 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_of_ms_deform_attn(name):
     sizes, device, forward, backward = CHOICES[name]
-    plan = explain("ms_deform_attn", **attention(**sizes), device=device)
-    assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
-    plan = explain(ops.ms_deform_attn_fused, **fused(**sizes), device=device)
-    assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
+    for operator, inputs in (("ms_deform_attn", attention), (ops.ms_deform_attn_fused, fused)):
+        plan = explain(operator, **inputs(**sizes), device=device)
+        assert plan.paths() == {"ms_deform_attn": forward, "ms_deform_attn_backward": backward}
 
 
 @needs_library
