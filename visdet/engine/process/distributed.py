@@ -27,12 +27,14 @@ def checked_launcher(launcher: str | None) -> str:
         raise UserError(
             "--launcher pytorch needs torchrun: torchrun --nproc-per-node 2 -m visdet train CONFIG --launcher pytorch"
         )
-    gpus, process = torch.cuda.device_count(), int(variables["LOCAL_RANK"])
-    if 0 < gpus <= process:
-        raise UserError(
-            f"process {process} of this machine has no GPU, because the machine has only {gpus}. Use --nproc-per-node "
-            f"{gpus} or less"
-        )
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        process = variables["LOCAL_RANK"]
+        if int(process) >= gpus:
+            raise UserError(
+                f"process {process} of this machine has no GPU, because the machine has only {gpus}. Use "
+                f"--nproc-per-node {gpus} or less"
+            )
     return launcher
 
 
