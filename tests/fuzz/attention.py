@@ -34,9 +34,10 @@ def level_tables(draw: Draw, shapes: Tensor) -> tuple[Any, Any, Tensor]:
 
 def attention_sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
     """Return level_shapes, B, Q, G, C and P, small and odd or as in a decoder or an encoder."""
-    shapes = _pyramid(draw, draw.is_big)
+    is_big = draw.is_big
+    shapes = _pyramid(draw, is_big)
     rows = int(shapes.prod(1).sum())
-    if draw.is_big:
+    if is_big:
         G, C, P = draw.pick(8, 8, 4, 1), draw.pick(32, 32, 16, 64, 8), draw.pick(4, 4, 4, 3, 8)
         Q = draw.pick(rows, rows, 300, 900, 301) if rows <= 4000 or draw.device == "cuda" else 300
         return shapes, draw.pick(1, 2), Q, G, C, P
