@@ -131,17 +131,6 @@ def add_config_arguments(parser: argparse.ArgumentParser, *others: str, needs_co
             argument.completer = complete_config  # argcomplete reads it.
 
 
-def options_of(args: argparse.Namespace, *others: str) -> dict[str, Any]:
-    """Return the options of a command by their names, which are those of the arguments of the function that it calls.
-
-    Args:
-        args: the arguments of the command.
-        others: the names of those that are no arguments of the function by name.
-    """
-    left_out = {"command", "required_names", "config", "checkpoint", "cfg_options", *others}
-    return {name: value for name, value in vars(args).items() if name not in left_out}
-
-
 def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     """Let a checkpoint stand alone in place of CONFIG CHECKPOINT, and return what is wrong with the arguments.
 

@@ -16,7 +16,8 @@ from visdet.near_names import did_you_mean
 
 __all__ = ["main"]
 
-# The module of each command. Its docstring is the description, and it has ``add_arguments`` and ``run``.
+# The module of each command. Its docstring is the description, and it has ``add_arguments``, and ``run``, whose
+# arguments they are.
 _MODULES = {
     "train": "visdet.commands.train",
     "test": "visdet.commands.test",
@@ -98,6 +99,9 @@ def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | 
     from visdet.engine import tool_session
     from visdet.engine.process.places import no_empty_folders
 
-    given = vars(arguments).get
-    with tool_session(), no_empty_folders(given("out"), given("out_dir"), given("output_dir")):
-        return module.run(arguments)
+    given = vars(arguments)
+    del given["command"]
+    given.pop("required_names", None)
+    folders = map(given.get, ("out", "out_dir", "output_dir"))
+    with tool_session(), no_empty_folders(*folders):
+        return module.run(**given)

@@ -19,7 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=positive_int, default=50, help="measured batches (default: 50)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    config: str,
+    cfg_options: dict[str, Any] | None,
+    checkpoint: str | None,
+    batch_size: int,
+    amp: bool,
+    shape: list[int] | None,
+    device: str | None,
+    runs: int,
+) -> None:
     """Run the command."""
     import numpy as np
     import torch
@@ -28,43 +37,37 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine.inference.given_images import GivenImage
     from visdet.engine.summary import resized_to
 
-    cfg, _ = load_config(args.config, args.cfg_options)
-    detector = Detector(cfg, args.checkpoint, args.device)
-    count, amp, device, cuda, clock = (
-        args.batch_size,
-        args.amp,
-        detector.device,
-        torch.cuda,
-        time.perf_counter,
-    )
-    height, width = args.shape or resized_to(cfg)
+    cfg, _ = load_config(config, cfg_options)
+    detector = Detector(cfg, checkpoint, device)
+    place, cuda, clock = detector.device, torch.cuda, time.perf_counter
+    height, width = shape or resized_to(cfg)
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     image = GivenImage(pixels=pixels)
     item = detector.item_of(image)
-    images = [(image, item)] * count
-    is_cuda = device.type == "cuda"
-    name = cuda.get_device_name(device) if is_cuda else "CPU"
-    shape = list(item["inputs"].shape)
-    say(f"{name}, batches of {count} images {shape}, {'bfloat16' if amp else 'float32'}")
+    images = [(image, item)] * batch_size
+    is_cuda = place.type == "cuda"
+    name = cuda.get_device_name(place) if is_cuda else "CPU"
+    sides = list(item["inputs"].shape)
+    say(f"{name}, batches of {batch_size} images {sides}, {'bfloat16' if amp else 'float32'}")
     for graph in (False, True) if is_cuda else (False,):
 
         def predict(graph: bool = graph) -> Any:
-            return list(detector.detect_items(iter(images), count, amp=amp, graph=graph))
+            return list(detector.detect_items(iter(images), batch_size, amp=amp, graph=graph))
 
         for _ in range(3):  # Memory is allocated, and graphs are captured.
             predict()
         if is_cuda:
-            cuda.reset_peak_memory_stats(device)
+            cuda.reset_peak_memory_stats(place)
         seconds = []
-        for _ in range(args.runs):  # The detections come to the CPU, so that a run ends when it returns.
+        for _ in range(runs):  # The detections come to the CPU, so that a run ends when it returns.
             begin = clock()
             predict()
             seconds.append(clock() - begin)
         median, slow = np.percentile(seconds, [50, 99]) * 1e3
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        memory = cuda.max_memory_reserved(device) if is_cuda else process
+        memory = cuda.max_memory_reserved(place) if is_cuda else process
         say(
             f"{'graphs' if graph else 'eager':<7} p50 {median:.2f} ms, p99 {slow:.2f} ms, "
-            f"{count * len(seconds) / sum(seconds):.1f} images/s, "
+            f"{batch_size * len(seconds) / sum(seconds):.1f} images/s, "
             f"memory {memory / 2**20:.0f} MiB{'' if is_cuda else ' of the process'}"
         )

@@ -38,7 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    config: str,
+    cfg_options: dict[str, Any] | None = None,
+    output_dir: str | None = None,
+    not_show: bool = True,
+    split: str = "train",
+    number: int = 24,
+    show_interval: float = 0.0,
+    seed: int = 0,
+) -> None:
     """Run the command."""
     import torch
 
@@ -49,31 +58,28 @@ def run(args: argparse.Namespace) -> None:
     from visdet.models.data_preprocessor import check_packed
     from visdet.registry import VISUALIZERS
 
-    config, split = args.config, args.split
-    cfg, _ = load_config(config, args.cfg_options)
+    cfg, _ = load_config(config, cfg_options)
     variable = os.environ.get
     has_screen = bool(variable("DISPLAY") or variable("WAYLAND_DISPLAY"))
-    show = has_screen and not args.not_show
-    folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(config).stem}")
+    show = has_screen and not not_show
+    folder = output_dir or (None if show else f"work_dirs/browse/{Path(config).stem}")
     if folder:
         check_work_dir(folder, "--output-dir")
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     dataset = build_dataset(cfg, split)
     check_there_are_samples(dataset, f"{split}_dataloader")
     drawing = cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}
     visualizer = VISUALIZERS.build({**drawing, "vis_backends": None, "name": "browse_dataset"})
     visualizer.dataset_meta = dataset.metainfo
     drawn: list[tuple[Any, Any]] = []
-    for index in range(min(args.number, len(dataset))):
+    for index in range(min(number, len(dataset))):
         item = dataset[index]
         check_packed(item)
         image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
         name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
         # Without a window there is a folder.
         out_file = Path(folder, f"{name}.png") if folder else None
-        visualizer.add_datasample(
-            name, image, sample, show=show, wait_time=args.show_interval, out_file=out_file
-        )
+        visualizer.add_datasample(name, image, sample, show=show, wait_time=show_interval, out_file=out_file)
         if len(drawn) < 12:
             drawn.append((image, sample))
     if folder:

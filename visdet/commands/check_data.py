@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _SHOWN_FAULTS = 50  # of each split
 
 
-def run(args: argparse.Namespace) -> int:
+def run(config: str, cfg_options: dict[str, Any] | None, out_dir: str | None) -> int:
     """Run the command. The status is 1 if something keeps the config from training on its data."""
     from mmengine.registry import init_default_scope
 
@@ -34,10 +34,9 @@ def run(args: argparse.Namespace) -> int:
 
     from . import browse
 
-    folder = args.out_dir
-    cfg, _ = load_config(args.config, args.cfg_options)
-    if folder:
-        check_work_dir(folder, "--out-dir")
+    cfg, _ = load_config(config, cfg_options)
+    if out_dir:
+        check_work_dir(out_dir, "--out-dir")
     init_default_scope(cfg.get("default_scope", "visdet"))
     heads = {
         f"model.{name}.num_classes": part["num_classes"]
@@ -59,18 +58,7 @@ def run(args: argparse.Namespace) -> int:
         problems += count
     if not problems:
         with _without_warnings():
-            browse.run(
-                argparse.Namespace(
-                    config=args.config,
-                    cfg_options=args.cfg_options,
-                    output_dir=folder,
-                    number=12,
-                    not_show=True,
-                    split="train",
-                    show_interval=0.0,
-                    seed=0,
-                )
-            )
+            browse.run(config, cfg_options, out_dir, number=12)
     return min(problems, 1)
 
 

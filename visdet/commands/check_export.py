@@ -37,15 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(graph: str, model: list[str], images: str, runtime: str, limit: float) -> None:
     """Run the command."""
     from visdet.engine import say
     from visdet.export.check_graph import check_graph
 
-    given, graph = args.images, args.graph
-    annotations = given if given.endswith(".json") else None
-    pictures = _annotated(Path(given)) if annotations else _of_folder(given)
-    report = check_graph(graph, args.model, pictures, annotations, args.runtime, args.limit)
+    annotations = images if images.endswith(".json") else None
+    pictures = _annotated(Path(images)) if annotations else _of_folder(images)
+    report = check_graph(graph, model, pictures, annotations, runtime, limit)
     for name, found in report["differences"]["outputs"].items():
         say(f"{name}: largest difference {found['largest']:.2g}, mean {found['mean']:.2g}")
     for name, found in report.get("metrics", {}).items():

@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(runs: list[Path]) -> int:
     """Run the command, and return its exit status."""
     from visdet.engine import read_checkpoint, read_scalars, say
     from visdet.errors import InvalidInputError, listed
 
-    first, second = args.runs
+    first, second = runs
     pairs, found = [(first, second)], None
     if first.is_dir() and second.is_dir():
         curves = read_scalars(first)

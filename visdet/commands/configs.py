@@ -26,22 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(action: str | None, name: str = "", folder: str = "") -> None:
     """Run the command."""
     from itertools import takewhile
 
     from visdet.engine.config.packaged import CONFIGS, packaged_configs
 
-    if args.action == "copy":
-        copy(args.name, args.folder)
+    if action == "copy":
+        copy(name, folder)
         return
     names = packaged_configs()
-    for name in names:
+    for known in names:
         lines = takewhile(
-            lambda line: line[:1] == "#", (CONFIGS / f"{name}.py").read_text("utf-8").splitlines()
+            lambda line: line[:1] == "#", (CONFIGS / f"{known}.py").read_text("utf-8").splitlines()
         )
         sentence = " ".join(line.strip("# ") for line in lines).partition(". ")[0].rstrip(".")
-        print(f"{name:{max(map(len, names))}}  {sentence}".rstrip())
+        print(f"{known:{max(map(len, names))}}  {sentence}".rstrip())
 
 
 def copy(name: str, folder: str) -> None:

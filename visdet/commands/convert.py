@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    folder: str, out_dir: str | None, format: str | None, val_share: float, left_out_share: float
+) -> None:
     """Run the command."""
     from pathlib import Path
 
@@ -36,14 +38,14 @@ def run(args: argparse.Namespace) -> None:
     from visdet.datasets.conversion import convert
     from visdet.structures.coco_json import load_coco_json
 
-    folder = Path(args.folder)
-    out = Path(args.out_dir or folder)
-    files, skipped = convert(folder, out, args.format, args.val_share, args.left_out_share)
+    root = Path(folder)
+    out = Path(out_dir or folder)
+    files, skipped = convert(root, out, format, val_share, left_out_share)
     for file in files:
         content = load_coco_json(str(file))
-        print(f"{file}: " + "\n  ".join(coco_report(content, args.folder)))
+        print(f"{file}: " + "\n  ".join(coco_report(content, folder)))
     classes = tuple(category["name"] for category in content["categories"])
-    images = "" if out.samefile(folder) else f"{folder.resolve()}/"
+    images = "" if out.samefile(root) else f"{root.resolve()}/"
     print(
         f"for the config (docs/own_data.md):\ndata_root = {f'{out.resolve()}/'!r}\nclasses = {classes!r}\n"
         "model = dict(bbox_head=dict(num_classes=len(classes)))\n"

@@ -15,17 +15,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="the PNG file to write (default: curves.png beside the first log)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(runs: list[str], out: str | None) -> None:
     """Run the command."""
     from visdet.engine import check_out_file, draw_curves, read_scalars, say
 
-    paths = list(map(Path, args.runs))
+    paths = list(map(Path, runs))
     first = paths[0]
-    out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")
-    runs = {str(path): read_scalars(path) for path in paths}
+    out_file = out or str((first if first.is_dir() else first.parent) / "curves.png")
+    curves_of = {str(path): read_scalars(path) for path in paths}
     check_out_file(out_file)
-    draw_curves(runs, out_file)
-    for run, curves in runs.items():
+    draw_curves(curves_of, out_file)
+    for run, curves in curves_of.items():
         shown = []
         for name, curve in curves.items():
             if name in ("loss", "lr") or name.endswith("bbox_mAP"):

@@ -6,8 +6,9 @@ python exported/infer.py PICTURE ...
 """
 
 import argparse
+from typing import Any
 
-from visdet.command_line import add_config_arguments, folder_name, options_of, positive_int
+from visdet.command_line import add_config_arguments, folder_name, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,14 +80,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    config: str,
+    checkpoint: str,
+    cfg_options: dict[str, Any] | None,
+    out: str,
+    trust_checkpoint: bool,
+    dynamic: bool,
+    **others: Any,
+) -> None:
     """Run the command."""
     from visdet.engine import say
     from visdet.export.from_config import export_config
 
-    options = dict(args.cfg_options or {})
-    if args.trust_checkpoint:
+    options = dict(cfg_options or {})
+    if trust_checkpoint:
         options["trust_checkpoint"] = True
-    given = options_of(args, "trust_checkpoint", "dynamic")
-    report = export_config(args.config, args.checkpoint, options=options, **given)
-    say(f"{args.out}: {'checked' if report['checked'] else 'NOT CHECKED'}, see {args.out}/report.md")
+    report = export_config(config, checkpoint, options=options, out=out, **others)
+    say(f"{out}: {'checked' if report['checked'] else 'NOT CHECKED'}, see {out}/report.md")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from visdet.command_line import add_config_arguments, folder_name, options_of, positive_int
+from visdet.command_line import add_config_arguments, folder_name, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +73,26 @@ def _new_folder() -> Iterator[str]:
             os.removedirs(folder)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(out_dir: str | None, **options: Any) -> None:
     """Run the command."""
-    with _new_folder() if args.out_dir is None else nullcontext(args.out_dir) as args.out_dir:
-        _detect(args)
+    with _new_folder() if out_dir is None else nullcontext(out_dir) as folder:
+        _detect(out_dir=folder, **options)
 
 
-def _detect(args: argparse.Namespace) -> None:
+def _detect(
+    config: str,
+    checkpoint: str,
+    images: list[str],
+    cfg_options: dict[str, Any] | None,
+    out_dir: str,
+    score_thr: float | None,
+    graph: bool | None,
+    device: str | None,
+    json_only: bool,
+    overlap: float,
+    nms: float | None,
+    **others: Any,
+) -> None:
     from visdet.engine import (
         Detector,
         detect_files,
@@ -92,21 +105,31 @@ def _detect(args: argparse.Namespace) -> None:
     from visdet.engine.inference.detect_files import check_shares
     from visdet.engine.process.places import check_out_file
 
-    least, graph, draws, out_dir = args.score_thr, args.graph, not args.json_only, args.out_dir
-    check_shares(least, args.overlap, args.nms)
-    cfg, _ = load_config(args.config, args.cfg_options)
+    draws = not json_only
+    check_shares(score_thr, overlap, nms)
+    cfg, _ = load_config(config, cfg_options)
     if graph is not None:
         cfg.graph = graph
-    files, left_out = find_images(args.images, out_dir)
+    files, left_out = find_images(images, out_dir)
     check_out_file(os.path.join(out_dir, "predictions.json"), "--out-dir")
-    detector = Detector(cfg, args.checkpoint, args.device)
-    names, thresholds, origin = ["all"], [least], "--score-thr"
-    if least is None:
+    detector = Detector(cfg, checkpoint, device)
+    if score_thr is None:
         names, thresholds = detector.dataset_meta["classes"], detector.score_thresholds
         origin = detector.origin_of_thresholds
+    else:
+        names, thresholds, origin = ["all"], [score_thr], "--score-thr"
     say(told_thresholds(names, thresholds, origin))
-    given = options_of(args, "images", "graph", "device", "json_only")
-    found, failures = detect_files(detector, files, draws=draws, shown=_with_progress, **given)
+    found, failures = detect_files(
+        detector,
+        files,
+        out_dir,
+        score_thr,
+        draws=draws,
+        shown=_with_progress,
+        overlap=overlap,
+        nms=nms,
+        **others,
+    )
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)
     of_videos = f" and {frames} frames of videos" if frames else ""

@@ -14,18 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-checkpoint", action="store_true", help="read types that can run code, too")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(file: str, trust_checkpoint: bool) -> None:
     """Run the command."""
     import os
 
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
 
-    file, trust = args.file, args.trust_checkpoint
     if os.path.isdir(file):
         rows = exported_rows(file)
     else:
         path = os.path.expanduser(file)
-        rows = checkpoint_rows(read_checkpoint(path, trust=trust), path, trust)
+        rows = checkpoint_rows(read_checkpoint(path, trust=trust_checkpoint), path, trust_checkpoint)
     for name, value in rows.items():
         if value not in (None, ""):
             print(f"{name:<12} {value}")

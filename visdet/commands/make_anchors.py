@@ -16,7 +16,7 @@ kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [clas
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from visdet.command_line import add_options
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(infos: str, out_dir: str, seed: int, **others: Any) -> None:
     """Run the command."""
     import numpy as np
 
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> None:
     from visdet.errors import UserError, add_hint
     from visdet.files.writing import written_whole
 
-    given = args.infos
-    suffix = Path(given).suffix
-    from_config = suffix == ".py" or (suffix not in _FRAMES and find_config(given) is not None)
-    if not from_config:
-        check_work_dir(Path(args.out_dir), "--out-dir")
-    found = frames_of_config(given) if from_config else frames_of_file(args)
-    source, infos, classes, points, reach, wanted = found
-    maker_of = makers(infos, classes, points, reach, args.seed)
+    suffix = Path(infos).suffix
+    if suffix == ".py" or (suffix not in _FRAMES and find_config(infos) is not None):
+        found = frames_of_config(infos)
+    else:
+        check_work_dir(Path(out_dir), "--out-dir")
+        found = frames_of_file(Path(infos), out_dir, **others)
+    source, frames, classes, points, reach, wanted = found
+    maker_of = makers(frames, classes, points, reach, seed)
     for kind, number, file in wanted:
         path = Path(file)
         try:
@@ -80,30 +80,39 @@ def run(args: argparse.Namespace) -> None:
         check_work_dir(path.parent, "the config's folder of anchors")
         with written_whole(path) as partial:
             np.save(partial, anchors)
-        print(f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to {path}")
+        print(f"wrote anchors {list(anchors.shape)} from {len(frames)} frames to {path}")
 
 
-def frames_of_file(args: argparse.Namespace) -> tuple:
+def frames_of_file(
+    path: Path,
+    out_dir: str,
+    det: int,
+    map: int,
+    motion: int,
+    plan: int,
+    points: int,
+    max_distance: float,
+    classes: Sequence[str] | None,
+) -> tuple:
     """Return the info file, its frames, the arguments of :func:`makers`, and each kind, number and file of anchors."""
     from visdet.datasets import load_infos
     from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
 
-    path = Path(args.infos)
-    classes: Sequence[str] = NUSCENES_CLASSES
+    known: Sequence[str] = NUSCENES_CLASSES
     if path.suffix not in _FRAMES:
         from visdet.datasets import make_driving_scenes
         from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 
         path = make_driving_scenes(path) / "driving_infos_train.npz"
-        classes = DRIVING_CLASSES
+        known = DRIVING_CLASSES
     infos, _ = load_infos(path)
-    numbers = {"det": args.det, "map": args.map, "motion": args.motion, "plan": args.plan}
+    numbers = {"det": det, "map": map, "motion": motion, "plan": plan}
     wanted = [
-        (kind, number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"))
+        (kind, number, Path(out_dir, f"kmeans_{kind}_{number}.npy"))
         for kind, number in numbers.items()
         if number
     ]
-    return path, list(infos), args.classes or classes, args.points, args.max_distance, wanted
+    return path, list(infos), classes or known, points, max_distance, wanted
 
 
 def frames_of_config(given: str) -> tuple:

@@ -4,8 +4,9 @@ visdet make-driving-scenes data/driving_scenes
 """
 
 import argparse
+from typing import Any
 
-from visdet.command_line import add_options, options_of
+from visdet.command_line import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-workers", type=int, help="number of processes (default: one per core)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(**options: Any) -> None:
     """Run the command."""
     from visdet.datasets import make_driving_scenes
 
-    make_driving_scenes(**options_of(args))
+    make_driving_scenes(**options)

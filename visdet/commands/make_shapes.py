@@ -5,8 +5,9 @@ visdet make-shapes data/rotated_shapes --rotated
 """
 
 import argparse
+from typing import Any
 
-from visdet.command_line import add_options, options_of
+from visdet.command_line import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-workers", type=int, help="number of processes (default: one per core)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(**options: Any) -> None:
     """Run the command."""
     from visdet.datasets import make_shapes
 
-    make_shapes(**options_of(args))
+    make_shapes(**options)

@@ -13,6 +13,7 @@ reads these files without unpickling anything.
 import argparse
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from visdet.command_line import add_options
 
@@ -40,7 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-root", help="for --check: the folder that the paths in the file are relative to")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    root: Any,
+    version: str,
+    out_dir: str,
+    can_bus: str | None,
+    no_map: bool,
+    convert: str | None,
+    check: str | None,
+    data_root: str | None,
+) -> None:
     """Run the command."""
     from rich.progress import track
 
@@ -48,27 +58,26 @@ def run(args: argparse.Namespace) -> None:
     from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
     from visdet.engine import check_out_file, check_work_dir
 
-    checked, published, folder, version = args.check, args.convert, args.out_dir, args.version
-    if checked:
+    if check:
         from visdet.datasets.recording_report import recording_report
 
-        print("\n".join(recording_report(checked, args.data_root)))
+        print("\n".join(recording_report(check, data_root)))
         return
-    if published:
-        file = Path(published).with_suffix(".npz")
+    if convert:
+        file = Path(convert).with_suffix(".npz")
         check_out_file(file, "a copy of the file elsewhere")
-        infos, metadata = load_infos(published)
+        infos, metadata = load_infos(convert)
         write(file, list(infos), metadata)
         return
-    check_work_dir(folder, "--out-dir")
-    converter = NuScenesConverter(args.root, version, args.can_bus, with_map=not args.no_map)
+    check_work_dir(out_dir, "--out-dir")
+    converter = NuScenesConverter(root, version, can_bus, with_map=not no_map)
     infos_of_split: dict[str, list[dict]] = defaultdict(list)
     for scene in track(converter.tables.scenes(), description="scenes"):
         infos_of_split[split_of_scene(version, scene["name"])] += converter.infos_of_scene(scene)
     if silent := converter.scenes_without_can_bus:
         print(f"{len(silent)} scenes have no CAN bus messages, so that their ego_status is 0")
     for split, frames in infos_of_split.items():
-        write(Path(folder, f"nuscenes_infos_{split}.npz"), frames, {"version": version})
+        write(Path(out_dir, f"nuscenes_infos_{split}.npz"), frames, {"version": version})
 
 
 def write(path: Path, infos: list[dict], metadata: dict) -> None:

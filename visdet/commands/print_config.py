@@ -5,6 +5,7 @@ visdet print-config CONFIG --summary
 """
 
 import argparse
+from typing import Any
 
 from visdet.command_line import add_config_arguments
 
@@ -17,16 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(config: str, cfg_options: dict[str, Any] | None, shape: Any, summary: bool) -> None:
     """Run the command."""
     from visdet.engine import load_config
     from visdet.engine.config.text import config_text, values_without_code
 
-    cfg, remarks = load_config(args.config, args.cfg_options)
-    if args.summary:
+    cfg, remarks = load_config(config, cfg_options)
+    if summary:
         from visdet.engine.summary import model_summary
 
-        print(model_summary(cfg, args.shape and tuple(args.shape)))
+        print(model_summary(cfg, shape and tuple(shape)))
         return
     for remark in remarks:
         print(f"# {remark}")

@@ -4,8 +4,9 @@ visdet test work_dirs/deformable-detr_shapes/best.pth
 """
 
 import argparse
+from typing import Any
 
-from visdet.command_line import add_config_arguments, options_of
+from visdet.command_line import add_config_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(config: str, checkpoint: str, cfg_options: dict[str, Any] | None, **options: Any) -> None:
     """Run the command."""
     from visdet.data_folder import evaluate
 
-    evaluate(args.config, args.checkpoint, args.cfg_options, **options_of(args))
+    evaluate(config, checkpoint, cfg_options, **options)

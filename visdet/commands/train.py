@@ -12,8 +12,9 @@ torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 
 import argparse
 import os
+from typing import Any
 
-from visdet.command_line import add_config_arguments, options_of, positive_int, seed_number
+from visdet.command_line import add_config_arguments, positive_int, seed_number
 
 _LOGGERS = {
     "wandb": {"type": "WandbVisBackend"},
@@ -76,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--logger", choices=_LOGGERS, help="write the curves there, too; the package must be installed")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(config: str | None, cfg_options: dict[str, Any] | None, logger: str | None, **options: Any) -> None:
     """Run the command."""
     from visdet.data_folder import train
 
-    options = args.cfg_options or {}
-    if args.logger:
-        backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
-        options = {"visualizer.vis_backends": backends, **options}
-    train(args.config, options, **options_of(args, "logger"))
+    values = cfg_options or {}
+    if logger:
+        backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[logger]]
+        values = {"visualizer.vis_backends": backends, **values}
+    train(config, values, **options)

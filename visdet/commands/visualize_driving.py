@@ -55,7 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(
+    config: str,
+    checkpoint: str | None,
+    cfg_options: dict[str, Any] | None,
+    score_thr: float | None,
+    map_score_thr: float | None,
+    out_dir: str,
+    reach: float,
+    scenes: list[int],
+    max_frames: int,
+) -> None:
     """Run the command."""
     from itertools import pairwise
 
@@ -69,8 +79,7 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine.stages import StagedModel
     from visdet.registry import VISUALIZERS
 
-    config, checkpoint, out_dir = args.config, args.checkpoint, Path(args.out_dir)
-    cfg, _ = load_config(config, args.cfg_options)
+    cfg, _ = load_config(config, cfg_options)
     check_work_dir(out_dir, "--out-dir")
     dataset = build_dataset(cfg, "test")
     if not hasattr(dataset, "scene_starts"):
@@ -85,12 +94,12 @@ def run(args: argparse.Namespace) -> None:
     if checkpoint:
         model, (thresholds, origin) = load_model(cfg, checkpoint, metainfo)
     visualizer = VISUALIZERS.build(
-        {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
+        {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": reach}
     )
     visualizer.dataset_meta = metainfo
     for option, value, names in (
-        ("--score-thr", args.score_thr, "classes"),
-        ("--map-score-thr", args.map_score_thr, "map_classes"),
+        ("--score-thr", score_thr, "classes"),
+        ("--map-score-thr", map_score_thr, "map_classes"),
     ):
         if value is not None:
             thresholds |= dict.fromkeys(metainfo.get(names, ()), value)
@@ -106,17 +115,17 @@ def run(args: argparse.Namespace) -> None:
         image = image_of_inputs(item["inputs"], is_bgr(cfg))
         return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
 
-    scenes = list(pairwise([*dataset.scene_starts, len(dataset)]))
-    count = len(scenes)
-    for scene in args.scenes:
+    all_scenes = list(pairwise([*dataset.scene_starts, len(dataset)]))
+    count = len(all_scenes)
+    for scene in scenes:
         if not 0 <= scene < count:
             raise UserError(
                 f"--scenes must be numbers from 0 to {count - 1}, as the data set has {count} scenes, got {scene}"
             )
-        frames = range(*scenes[scene])[: args.max_frames]
+        frames = range(*all_scenes[scene])[:max_frames]
         frames_of_scene = StagedModel(model) if checkpoint else None
         drawn = (draw(frames_of_scene, dataset[index]) for index in frames)
-        write_scene(drawn, out_dir / f"scene_{scene:03d}")
+        write_scene(drawn, Path(out_dir, f"scene_{scene:03d}"))
 
 
 def load_model(
