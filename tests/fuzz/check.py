@@ -220,13 +220,13 @@ def _reference(
     outputs = _outputs(operator.reference(**arguments))
     results = _by_name(outputs)
     if grad_outputs:
-        grads = [grad.double() for grad in grad_outputs.values()]
-        grads = [torch.where(grad.abs() < EXTREME, grad, torch.nan) for grad in grads]
+        given = [grad.double() for grad in grad_outputs.values()]
+        grads = [torch.where(grad.abs() < EXTREME, grad, torch.nan) for grad in given]
         if magnitudes:
             grads = [grad.abs().nan_to_num(0.0) for grad in grads]
             results["grad_output"] = _row_sum(grads[0])
             results["grad_total"] = grads[0].sum()
-            results["grad_peak"] = grads[0]
+            results["grad_peak"] = given[0]
         # An operator may compute results together of which the reference has some without a gradient.
         pairs = zip((outputs[i] for i in grad_outputs), grads, strict=True)
         used = [pair for pair in pairs if pair[0].requires_grad]

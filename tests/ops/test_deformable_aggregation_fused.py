@@ -188,7 +188,7 @@ OPERATORS = (
                     **TWO_CAMERAS,
                     "key_points": rand(n, 5, 3, 3),
                     "projection": torch.eye(4).repeat(n, 2, 1, 1),
-                    "image_wh": None,
+                    "image_wh": rand(n, 2, 2),
                     "logits": rand(n, 5, 2, 1, 3, 2),
                 },
                 ("features", "key_points", "logits"),

@@ -170,7 +170,8 @@ class DeformableDETRHead(BaseModule):
             depth = len(hidden_states)
             classify: list[Any] = [[branch] for branch in self.cls_branches[:depth]]
             regress: list[Any] = list(self.reg_branches[:depth])
-            if are_alike(classify) and are_alike(regress):
+            sizes = {reference.shape for reference in references[:depth]}
+            if len(sizes) == 1 and are_alike(classify) and are_alike(regress):
                 return self._decode_together(classify, regress, hidden_states, references)
         layers = [self.decode(index, hidden, references[index]) for index, hidden in enumerate(hidden_states)]
         logits, boxes = zip(*layers, strict=True)
