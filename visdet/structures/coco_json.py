@@ -20,6 +20,8 @@ _REQUIRED_KEYS = {
     "annotations": ("id", "image_id", "category_id", "bbox"),
     "categories": ("id", "name"),
 }
+# An image that has one of its sides needs the other, too.
+_KEYS_WITH_SIDES = {**_REQUIRED_KEYS, "images": ("id", "file_name", "height", "width")}
 
 
 def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
@@ -50,7 +52,10 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     if faults:
         more = f". It has {len(faults) - 1} more faults, which visdet check-data lists" if faults[1:] else ""
         raise InvalidInputError(f"annotation file {path}{faults[0]}{more}")
-    content["categories"] = _without_groups(content)
+    names = Counter(category["name"] for category in content["categories"])
+    for category in grouping(content):
+        if names[category["name"]] > 1:  # Roboflow's may repeat the name of the one that has the boxes.
+            content["categories"].remove(category)
     for annotation in content["annotations"]:
         if len(annotation["bbox"]) == 5:
             _straighten(annotation)
@@ -89,30 +94,26 @@ def faults_of(content: Any, needs_annotations: bool = True) -> list[str]:
 
 def _key_faults(records: list, section: str) -> Iterator[str]:
     """Yield which records lack a key or have an id that is none, and which id repeats."""
-    ids: Counter[tuple[str, int | str]] = Counter()
+    ids: Counter[int | str] = Counter()
     for position, record in enumerate(records):
-        for key in _keys_of(record, section):
-            if not isinstance(record, dict) or key not in record:
+        given = record if isinstance(record, dict) else {}
+        keys_of = _REQUIRED_KEYS if lacks_size(given) else _KEYS_WITH_SIDES
+        for key in keys_of[section]:
+            if key not in given:
                 yield f": {section}[{position}] has no key {key!r}: {record!r:.200}"
                 break
             if key.endswith("id"):
-                given = record[key]
-                record[key] = _whole_id(given)
-                if record[key] is None:
-                    kind = type(given).__name__
+                value = given[key]
+                given[key] = _whole_id(value)
+                if given[key] is None:
+                    kind = type(value).__name__
                     what = f"{key} of {section}[{position}]"
-                    yield f": {what} must be a whole number or a text, got {given!r:.100} ({kind})"
+                    yield f": {what} must be a whole number or a text, got {value!r:.100} ({kind})"
         else:
-            ids[type(record["id"]).__name__, record["id"]] += 1
-    for (_, value), times in ids.items():
+            ids[given["id"]] += 1
+    for value, times in ids.items():
         if times > 1 and value is not None:
             yield f": id {value!r} occurs twice in {section!r}"
-
-
-def _keys_of(record: Any, section: str) -> tuple[str, ...]:
-    """Return the keys that a record needs. An image that has one of its sides needs the other, too."""
-    needs_sides = section == "images" and isinstance(record, dict) and not lacks_size(record)
-    return (*_REQUIRED_KEYS[section], *(("height", "width") if needs_sides else ()))
 
 
 def lacks_size(image: Mapping[str, Any]) -> bool:
@@ -240,7 +241,7 @@ def _fault_in_category(category: dict) -> str | None:
 
 
 def _fault_in_annotation(annotation: dict) -> str | None:
-    if not (_are_numbers(annotation["bbox"], 4) or _are_numbers(annotation["bbox"], 5)):
+    if not _are_numbers(annotation["bbox"], 4, 5):
         return "bbox must be four finite numbers, or five for a turned box"
     if not (annotation.get("area") is None or _is_number(annotation["area"])):
         return "area must be a number"
@@ -250,23 +251,21 @@ def _fault_in_annotation(annotation: dict) -> str | None:
     return None
 
 
-def _without_groups(content: dict) -> list[dict]:
-    """Return the categories without those that only group others, have no box, and repeat a name, as Roboflow's may."""
+def grouping(content: dict) -> list[dict]:
+    """Return the categories that only group others: they have no box, and others have them as their supercategory."""
     used = {annotation["category_id"] for annotation in content["annotations"]}
     categories = content["categories"]
-    names = Counter(category["name"] for category in categories)
     groups = {category.get("supercategory") for category in categories}
     return [
         category
         for category in categories
-        if names[category["name"]] == 1
-        or category["id"] in used
-        or category["name"] not in groups - {category.get("supercategory")}
+        if category["id"] not in used and category["name"] in groups - {category.get("supercategory")}
     ]
 
 
-def _are_numbers(values: object, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
+def _are_numbers(values: object, *counts: int) -> bool:
+    """Return whether a value is a list of finite numbers, which has one of the lengths."""
+    return isinstance(values, list) and len(values) in counts and all(map(_is_number, values))
 
 
 def _is_number(value: object) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from visdet.structures.coco_json import corners_of, load_coco_json, read_json
+from visdet.structures.coco_json import corners_of, grouping, load_coco_json, read_json
 
 from .source import Picture, Source, files_below
 
@@ -34,27 +34,23 @@ def read_coco(source: Source) -> Iterator[Picture]:
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
     content = load_coco_json(str(file))
-    categories = content["categories"]
-    label_of = {category["id"]: category["name"] for category in categories}
+    label_of = {category["id"]: category["name"] for category in content["categories"]}
+    groups = [category["id"] for category in grouping(content)]
     for number, name in label_of.items():
-        source.numbers.setdefault(name, number)
-    annotations = [(row, label_of.get(row["category_id"])) for row in content["annotations"]]
-    used = {label for _, label in annotations}
-    groups = {category.get("supercategory") for category in categories} - used
-    for name in label_of.values():
-        if name in groups:
+        if number in groups:
             source.left_out.others[f"category {name}, which only groups others"] += 1
-        elif name not in source.names:
-            source.names.append(name)
+        else:
+            source.numbers.setdefault(name, number)
     split = source.table_split(file)
     pictures = {}
     for image in content["images"]:
         path = source.picture(image["file_name"], file.parent, split)
         size = (image.get("width", 0), image.get("height", 0))
         pictures[image["id"]] = Picture(path, split or source.file_split(path), size)
-    for annotation, label in annotations:
+    for annotation in content["annotations"]:
         x, y, w, h = annotation["bbox"]
         picture = pictures.get(annotation["image_id"])
+        label = label_of.get(annotation["category_id"])
         if picture is None or label is None:
             what = f"a box of {file} is of an image or a category that the file does not have"
             source.left_out.boxes[what] += 1

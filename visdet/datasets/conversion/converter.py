@@ -33,7 +33,6 @@ _READERS = {
 }
 FORMATS = tuple(_READERS)
 _NUMBERS_OF_CORNERS = 4  # of an upright box
-_Sized = tuple[Picture, tuple[int, int]]  # a picture and its (width, height)
 _Remarks = defaultdict[str, list[str]]  # see LeftOut.remarks
 
 
@@ -70,8 +69,7 @@ def convert(
     source = Source(root)
     kind = kind or _kind_of(root)
     read = list(_READERS[kind](source))
-    sized = _sized(read, source)
-    pictures = [picture for picture, _ in sized]
+    pictures = _readable(read, source)
     left_out = source.left_out
     if not pictures:
         lines = left_out.lines()
@@ -88,11 +86,10 @@ def convert(
         raise InvalidInputError(
             f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
         )
-    splits = _by_split(sized, val_share, left_out.remarks)
-    names = source.names or _names_in(pictures)
-    numbers = {name: source.numbers.get(name) for name in names}
-    if len({number for number in numbers.values() if isinstance(number, int)}) < len(names):
-        numbers = {name: number for number, name in enumerate(names, start=1)}
+    splits = _by_split(pictures, val_share, left_out.remarks)
+    numbers: dict[str, Any] = source.numbers or dict.fromkeys(_names_in(pictures))
+    if len({number for number in numbers.values() if isinstance(number, int)}) < len(numbers):
+        numbers = {name: number for number, name in enumerate(numbers, start=1)}
     texts = {
         out / f"{split}.json": json.dumps(_coco(images, numbers, root, left_out.remarks))
         for split, images in splits.items()
@@ -135,8 +132,8 @@ def _names_in(pictures: Iterable[Picture]) -> list[str]:
     return sorted(names)
 
 
-def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:
-    """Return the pictures that can be opened, with their sizes."""
+def _readable(pictures: Iterable[Picture], source: Source) -> list[Picture]:
+    """Return the pictures that can be opened, and give them the sizes of their files."""
     left_out = source.left_out
     found = []
     for picture in pictures:
@@ -153,24 +150,25 @@ def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:
             continue
         if more:
             left_out.others[f"pages or frames of {path} after the first"] += more
-        if said_size and all(said_size) and said_size not in (shown_size, stored_size):
+        if all(said_size) and said_size not in (shown_size, stored_size):
             has, says = ("{:g}x{:g}".format(*size) for size in (shown_size, said_size))
             what = f"{path} has {has} and not {says}"
             left_out.remarks["widths and heights that are not those of the image"].append(what)
         # The size is the one that viewers show, or as it is stored if the annotations say so.
-        found.append((picture, stored_size if said_size == stored_size else shown_size))
+        picture.size = stored_size if said_size == stored_size else shown_size
+        found.append(picture)
     return found
 
 
-def _by_split(pictures: Iterable[_Sized], val_share: float, remarks: _Remarks) -> dict[str, list[_Sized]]:
+def _by_split(pictures: Iterable[Picture], val_share: float, remarks: _Remarks) -> dict[str, list[Picture]]:
     """Return the pictures of each split that has some.
 
     Those of no split are for training. A part of the training pictures becomes the validation split if there is none.
     This and pictures of several splits are added to the remarks.
     """
-    splits: dict[str, list[_Sized]] = defaultdict(list)
-    for picture, size in pictures:
-        splits[picture.split or "train"].append((picture, size))
+    splits: dict[str, list[Picture]] = defaultdict(list)
+    for picture in pictures:
+        splits[picture.split or "train"].append(picture)
     training = splits.get("train", [])
     count = len(training)
     if "val" not in splits and val_share and count > 1:
@@ -178,10 +176,10 @@ def _by_split(pictures: Iterable[_Sized], val_share: float, remarks: _Remarks) -
         number = min(max(round(val_share * count), 1), count - 1)
         splits["val"] = [training.pop() for _ in range(number)]
         drawn = "images that are drawn at random for validation, because the data set has none for it"
-        remarks[drawn] += [str(picture.path) for picture, _ in splits["val"]]
+        remarks[drawn] += [str(picture.path) for picture in splits["val"]]
     splits_of: dict[Path, dict[str, None]] = defaultdict(dict)
     for split, images in splits.items():
-        for picture, _ in images:
+        for picture in images:
             splits_of[picture.path.resolve()][split] = None
     for path, found in splits_of.items():
         if len(found) > 1:
@@ -189,14 +187,15 @@ def _by_split(pictures: Iterable[_Sized], val_share: float, remarks: _Remarks) -
     return splits
 
 
-def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path, remarks: _Remarks) -> dict[str, Any]:
+def _coco(pictures: list[Picture], numbers: dict[str, Any], root: Path, remarks: _Remarks) -> dict[str, Any]:
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for picture, (width, height) in images:
+    for picture in pictures:
+        width, height = picture.size
         name = os.path.relpath(picture.path, root)
         rows.append({"id": len(rows) + 1, "file_name": name, "width": width, "height": height})
-        scales = (width, height) if picture.is_relative else (1, 1)
+        scales = picture.size if picture.is_relative else (1, 1)
         for label, points, others in picture.boxes:
             points = [side * scale for side, scale in zip(points, cycle(scales), strict=False)]
             bbox = enclosing_bbox(points)

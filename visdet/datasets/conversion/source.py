@@ -31,7 +31,7 @@ class Picture:
 
     Attributes:
         path: the file. split: 'train', 'val', 'test', or '' if the data set does not say it.
-        size: the (width, height) that the annotations give, if they do.
+        size: the (width, height) that the annotations give, with a 0 for what they do not give.
         boxes: for each object its class, its corners (x1, y1, x2, y2) or the points (x1, y1, x2, y2, x3, ...) of its
             outline, and other entries of its annotation. An outline of four points is that of a turned box.
         is_relative: whether the points are fractions of the width and the height.
@@ -39,7 +39,7 @@ class Picture:
 
     path: Path
     split: str = ""
-    size: tuple[float, float] | None = None
+    size: tuple[float, float] = (0, 0)
     boxes: list[Box] = field(default_factory=list)
     is_relative: bool = False
 
@@ -93,15 +93,15 @@ class Source:
     """The folder of a data set.
 
     Attributes:
-        root: the folder. names: the classes in the order that the data set gives them, if it does.
-        numbers: the category ids that the data set gives its classes.
+        root: the folder.
+        numbers: the classes in the order that the data set gives them, if it does, with their category ids, if it has
+            them.
         left_out: what of the data set cannot be read.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.names: list[str] = []
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int | str | None] = {}
         self.left_out = LeftOut()
 
     @cached_property

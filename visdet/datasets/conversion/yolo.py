@@ -41,7 +41,7 @@ def read_yolo(source: Source) -> Iterator[Picture]:
     table = tables[0] if tables else root / "data.yaml"
     data = _content_of(table)
     names = _names_of(data, table)
-    source.names += map(str, names.values())
+    source.numbers = dict.fromkeys(map(str, names.values()))
     read_box = partial(_box, names=names, has_outlines="kpt_shape" not in data)
     read: set[Path] = set()
     for split, path in _files_of_splits(source, data, table):
