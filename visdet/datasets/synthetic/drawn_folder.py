@@ -38,9 +38,15 @@ class UnwritableFolderError(UserError, OSError):
 
 
 def draw_once(
-    folder: str | Path, stamp_name: str, stamp: dict, maker: str, what: str, draw: Callable
+    folder: str | Path,
+    stamp_name: str,
+    stamp: dict,
+    maker: str,
+    what: str,
+    draw: Callable,
+    num_workers: int | None,
 ) -> Path:
-    """Let ``draw(partial_folder)`` fill ``folder``, unless it already holds ``stamp``, and return the folder.
+    """Let ``draw`` fill ``folder``, unless it already holds ``stamp``, and return the folder.
 
     Everything is written beside the folder and renamed at the end. Processes that start at the same time wait for the
     first one. A folder with another stamp is replaced if no data set of this process reads it. A folder without a stamp
@@ -52,7 +58,8 @@ def draw_once(
         stamp: the values that determine the content, as JSON.
         maker: the name of the function, for errors.
         what: the description of the content, for the message.
-        draw: the function that writes the content.
+        draw: the function that writes the content, given a folder, the stamp and ``num_workers``.
+        num_workers: see :func:`draw_each`.
 
     Raises:
         ForeignFolderError: the folder is not empty and has no stamp, or it is a file.
@@ -95,7 +102,7 @@ def draw_once(
             )
         start = monotonic()
         print(f"drawing {what} into {folder} …", flush=True)
-        _write_and_rename(folder, stamp_name, stamp, draw)
+        _write_and_rename(folder, stamp_name, stamp, draw, num_workers)
         print(f"drew them in {monotonic() - start:.0f} s", flush=True)
     return folder
 
@@ -104,14 +111,16 @@ def _listed(stamp: dict, keys: Sequence[str]) -> str:
     return ", ".join(f"{key}={stamp.get(key)}" for key in keys)
 
 
-def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:
+def _write_and_rename(
+    folder: Path, stamp_name: str, stamp: dict, draw: Callable, num_workers: int | None
+) -> None:
     start = f".{folder.name}.partial-"
     for leftover in folder.parent.glob(f"{start}*"):  # of runs that were killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=start, dir=folder.parent) as place:
         partial = Path(place, "drawn")
         partial.mkdir()
-        draw(partial)
+        draw(partial, stamp, num_workers)
         (partial / stamp_name).write_text(json.dumps(stamp, indent=1) + "\n")
         if folder.exists():
             folder.rename(Path(place, "replaced"))

@@ -1,6 +1,7 @@
 """Rendering of the synthetic driving scenes. The ground is sampled from a map, and agents are painted as cuboids."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import cv2
 import numpy as np
@@ -30,12 +31,35 @@ _SHADE = np.array([1.15, 0.55, 0.8, 0.8, 1.0])
 
 @dataclass
 class Camera:
-    """A pinhole camera. ``rotation`` [3, 3] and ``translation`` [3] transform its points to the lidar frame."""
+    """A pinhole camera, and what its pixels show if there are no agents.
+
+    Attributes:
+        rotation, translation: [3, 3] and [3], which transform its points to the lidar frame.
+        intrinsic: [3, 3].
+        width, height: those of its images in pixels.
+        rays: [H, W, 3], the point of each pixel in camera coordinates with z = 1.
+        depth: [H, W], that of the ground, which is infinite in the sky.
+        map_pixels: float32 [H, W, 2], the places on the map of the ground.
+    """
 
     name: str
     rotation: np.ndarray
     translation: np.ndarray
     intrinsic: np.ndarray
+    width: InitVar[int]
+    height: InitVar[int]
+
+    def __post_init__(self, width: int, height: int) -> None:
+        u, v = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
+        rotation = self.rotation
+        position = self.translation
+        self.rays = rays = np.stack([u, v, np.ones_like(u)], axis=-1) @ np.linalg.inv(self.intrinsic).T
+        slope = rays @ rotation[2]
+        drop = GROUND_Z - position[2]
+        self.depth = depth = np.where(slope < 0, drop / np.minimum(slope, -1e-6), np.inf)
+        reach = np.minimum(depth, 1e4)[..., None]
+        ground = (rays * reach) @ rotation.T + position
+        self.map_pixels = _map_pixels(ground[..., :2]).astype(np.float32)
 
 
 # Each camera has a name, a heading in degrees from straight ahead to the left, a position in the lidar frame, and a
@@ -63,7 +87,7 @@ def make_cameras(width: int, height: int) -> list[Camera]:
         rotation = np.zeros((3, 3))
         rotation[:2, [0, 2]] = turn_about_z(np.deg2rad(heading))  # x to the right, z ahead
         rotation[2, 1] = -1  # y down
-        cameras.append(Camera(name, rotation, np.array(position), intrinsic))
+        cameras.append(Camera(name, rotation, np.array(position), intrinsic, width, height))
     return cameras
 
 
@@ -82,66 +106,33 @@ class Shot:
     points: np.ndarray
 
 
-class _View:
-    """What the pixels of a camera show if there are no agents.
-
-    Attributes:
-        rays: [H, W, 3], the point of each pixel in camera coordinates with z = 1.
-        depth: [H, W], that of the ground, which is infinite in the sky.
-        map_pixels: float32 [H, W, 2], the places on the map of the ground.
-    """
-
-    def __init__(self, camera: Camera, width: int, height: int) -> None:
-        self.camera = camera
-        u, v = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
-        rotation = camera.rotation
-        position = camera.translation
-        self.rays = rays = np.stack([u, v, np.ones_like(u)], axis=-1) @ np.linalg.inv(camera.intrinsic).T
-        slope = rays @ rotation[2]
-        drop = GROUND_Z - position[2]
-        self.depth = depth = np.where(slope < 0, drop / np.minimum(slope, -1e-6), np.inf)
-        reach = np.minimum(depth, 1e4)[..., None]
-        ground = (rays * reach) @ rotation.T + position
-        self.map_pixels = _map_pixels(ground[..., :2]).astype(np.float32)
-
-
 def _map_pixels(xy: np.ndarray) -> np.ndarray:
     """Return the pixels of the map at places [..., 2] in the lidar frame. The vehicle looks towards the top."""
     return (xy * (1, -1) + _MAP_RANGE) / _MAP_RESOLUTION - 0.5
 
 
-class Renderer:
-    """Paints frames of a world as six cameras see them.
-
-    Args:
-        width, height: the size of an image in pixels.
-    """
-
-    def __init__(self, width: int, height: int) -> None:
-        self.cameras = make_cameras(width, height)
-        self._views = [_View(camera, width, height) for camera in self.cameras]
-
-    def shoot(self, world: World, frame: int, lidar_pose: np.ndarray, rng: np.random.Generator) -> Shot:
-        """Return what is seen at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
-        boxes = boxes_in_lidar(world, frame, lidar_pose)
-        ground = _paint_ground(world, lidar_pose)
-        look = world.look
-        images = []
-        points = []
-        visible = np.zeros(len(boxes), dtype=np.int64)
-        for view in self._views:
-            map_x, map_y = cv2.split(view.map_pixels)
-            image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=look["verge"])
-            image[np.isinf(view.depth)] = look["sky"]
-            face_ids, owners, planes = _paint_boxes(image, view.camera, boxes, world.agents.colors)
-            pixels_of_face = np.bincount(face_ids.ravel(), minlength=len(owners) + 1)[1:]
-            np.add.at(visible, owners, pixels_of_face)
-            points.append(_seen_points(view, face_ids, planes))
-            noise = rng.integers(-_NOISE, _NOISE + 1, image.shape)
-            images.append((image + noise).clip(0, 255).astype(np.uint8))
-        seen = np.concatenate(points).astype(np.float32)
-        every = -(-len(seen) // _MOST_POINTS)
-        return Shot(images, visible, seen[::every])
+def shoot(
+    cameras: Sequence[Camera], world: World, frame: int, lidar_pose: np.ndarray, rng: np.random.Generator
+) -> Shot:
+    """Return what the cameras see at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
+    boxes = boxes_in_lidar(world, frame, lidar_pose)
+    ground = _paint_ground(world, lidar_pose)
+    look = world.look
+    images = []
+    points = []
+    visible = np.zeros(len(boxes), dtype=np.int64)
+    for camera in cameras:
+        map_x, map_y = cv2.split(camera.map_pixels)
+        image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=look["verge"])
+        image[np.isinf(camera.depth)] = look["sky"]
+        face_ids, owners, planes = _paint_boxes(image, camera, boxes, world.agents.colors)
+        visible += np.bincount(owners[face_ids[face_ids > 0] - 1], minlength=len(boxes))
+        points.append(_seen_points(camera, face_ids, planes))
+        noise = rng.integers(-_NOISE, _NOISE + 1, image.shape)
+        images.append((image + noise).clip(0, 255).astype(np.uint8))
+    seen = np.concatenate(points).astype(np.float32)
+    every = -(-len(seen) // _MOST_POINTS)
+    return Shot(images, visible, seen[::every])
 
 
 def _paint_ground(world: World, lidar_pose: np.ndarray) -> np.ndarray:
@@ -213,19 +204,18 @@ def _paint_boxes(
     return face_ids, np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5)
 
 
-def _seen_points(view: _View, face_ids: np.ndarray, planes: np.ndarray) -> np.ndarray:
+def _seen_points(camera: Camera, face_ids: np.ndarray, planes: np.ndarray) -> np.ndarray:
     """Return the points [m, 3] in the lidar frame that every eighth row and fourth column of pixels shows."""
     grid = np.s_[4::8, 2::4]
     ids = face_ids[grid]
-    rays = view.rays[grid]
-    depth = view.depth[grid].copy()
+    rays = camera.rays[grid]
+    depth = camera.depth[grid].copy()
     on_face = ids > 0
     face = planes[ids[on_face] - 1]
     # The ray of a pixel on the rim of a face that is seen from the side may miss the face and meet its plane far away.
     on_plane = 1 / np.einsum("pi,pi->p", face[:, :3], rays[on_face])
     depth[on_face] = np.clip(on_plane, face[:, 3], face[:, 4])
     near = depth < _FAR
-    camera = view.camera
     return (rays[near] * depth[near, None]) @ camera.rotation.T + camera.translation
 
 

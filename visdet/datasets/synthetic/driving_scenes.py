@@ -1,6 +1,5 @@
 """The synthetic driving scenes: six cameras on a moving vehicle, drawn and stored in the form of nuScenes."""
 
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from ..info_files import save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
 from ..nuscenes_converter import ego_future
 from .drawn_folder import claim_folder, draw_each, draw_once
-from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar
+from .driving_renderer import GROUND_Z, RIG, Camera, boxes_in_lidar, make_cameras, shoot
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
@@ -94,7 +93,8 @@ def make_driving_scenes(
         stamp,
         maker="make_driving_scenes",
         what=f"{num_train + num_val + num_test} driving scenes",
-        draw=partial(_write, stamp=stamp, num_workers=num_workers),
+        draw=_write,
+        num_workers=num_workers,
     )
 
 
@@ -115,7 +115,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     num_frames = stamp["num_frames"]
     world = make_world(rng, num_frames + 1)  # of a single frame there are no speeds
     height, width = stamp["image_size"]
-    renderer = Renderer(width, height)
+    cameras = make_cameras(width, height)
     scene = f"{split}-{index:04d}"
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (split_number * 100_000 + index) * 3_600_000_000
@@ -126,7 +126,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     sweeps: list[dict] = []  # The first frame of a scene has none, as in nuScenes.
     for frame, (time, pose, lidar_pose) in enumerate(zip(times, poses, lidar_poses, strict=True)):
         token = f"{scene}-{frame:02d}"
-        shot = renderer.shoot(world, frame, lidar_pose, rng)
+        shot = shoot(cameras, world, frame, lidar_pose, rng)
         lidar_path = f"samples/LIDAR_TOP/{token}.bin"
         shot.points.tofile(folder / lidar_path)
         info = {
@@ -135,7 +135,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
             "timestamp": time,
             "lidar_path": lidar_path,
             "sweeps": sweeps,
-            "cams": _write_images(folder, token, renderer.cameras, shot.images),
+            "cams": _write_images(folder, token, cameras, shot.images),
             **_pose_entries("lidar2ego", _LIDAR_TO_EGO),
             **_pose_entries("ego2global", pose),
             "map_location": "driving-scenes",

@@ -3,7 +3,6 @@
 import colorsys
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -12,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.structures.polylines import polygon_area
+from visdet.structures.poses import turn_about_z
 
 from .drawn_folder import draw_each, draw_once
 
@@ -97,9 +97,7 @@ def _paint(
     inset = 0.75 * radius
     center = uniform(inset, size - inset, 2)
 
-    cos = math.cos(turn)
-    sin = math.sin(turn)
-    to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
+    to_image = turn_about_z(turn) @ np.diag([stretch, 1 / stretch]) * radius
     of_radius_1 = _OUTLINES[SHAPE_CLASSES[label]]
     outer, *holes = outlines = [outline @ to_image.T + center for outline in of_radius_1]
     whole = of_radius_1[0]
@@ -121,7 +119,7 @@ def _paint(
     alpha = np.asarray(coverage, dtype=np.float32)[..., None] / 255
 
     ys, xs = np.mgrid[top:bottom, left:right] + 0.5
-    local = np.stack([xs - center[0], ys - center[1]], axis=-1) @ np.linalg.inv(to_image).T
+    local = (np.stack([xs, ys], axis=-1) - center) @ np.linalg.inv(to_image).T
     surface = _surface(rng, local, around=patch.mean(axis=(0, 1)))
     patch += alpha * (surface - patch)
     owned = owner[top:bottom, left:right]
@@ -254,7 +252,8 @@ def make_shapes(
         stamp,
         maker="make_shapes",
         what=f"{num_train + num_val} shapes images",
-        draw=partial(_write, stamp=stamp, num_workers=num_workers),
+        draw=_write,
+        num_workers=num_workers,
     )
 
 
