@@ -18,6 +18,7 @@ __all__ = [
     "constant",
     "empty_sum",
     "exact",
+    "floating",
     "integer_table",
     "is_index",
     "numbers_to",
@@ -86,15 +87,17 @@ def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int 
     check_that(fits, op, name, "be {}", tensor, expected)
 
 
-def as_tensor(values: Any) -> Tensor:
-    """Return a tensor as it is, and a NumPy array of any strides and byte order, also a read-only one, as a tensor."""
-    if isinstance(values, Tensor):
+def as_tensor(values: Any) -> Any:
+    """Return a NumPy array of any strides and byte order, also a read-only one, as a tensor, and others as they are."""
+    if isinstance(values, Tensor) or not hasattr(values, "astype"):
         return values
-    if hasattr(
-        values, "astype"
-    ):  # torch takes arrays of the machine's own byte order without negative strides.
-        values = values.astype(values.dtype.newbyteorder("="), order="C")
-    return torch.from_numpy(values)
+    # torch takes arrays of the machine's own byte order without negative strides.
+    return torch.from_numpy(values.astype(values.dtype.newbyteorder("="), order="C"))
+
+
+def floating(tensor: Tensor) -> Tensor:
+    """Return a tensor, and one of integers in float32."""
+    return tensor if tensor.is_floating_point() else tensor.float()
 
 
 def computation_dtype(tensor: Tensor) -> torch.dtype:

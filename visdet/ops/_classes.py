@@ -12,15 +12,17 @@ from .tracing import is_traced
 __all__ = ["check_classes", "class_by_class", "highest_first"]
 
 
-def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
-    """Return the class of each box, a tensor or a NumPy array, as int64 on the device of ``boxes``.
+def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor | None:
+    """Return the class of each box, a tensor or a NumPy array, as int64 on the device of ``boxes``, or None for None.
 
     Equal classes are equal numbers afterwards, and different ones differ, those with a fraction, too.
 
     Raises:
         ValueError: the argument ``name`` does not have one real number for each box.
     """
-    classes = as_tensor(classes) if hasattr(classes, "shape") else torch.as_tensor(classes)
+    if classes is None:
+        return None
+    classes = torch.as_tensor(as_tensor(classes))
     check_tensor(op, name, classes)
     check_numbers(op, name, classes, "mask")
     if classes.is_meta:

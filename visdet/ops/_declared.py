@@ -1,4 +1,4 @@
-"""Operators whose arguments are checked by what is declared of them, and within which autocast is off."""
+"""Operators whose arguments are checked and converted by what is declared of them, and within which autocast is off."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, check_numbers, check_tensor, is_index
+from ._arguments import as_tensor, check_device, check_numbers, check_tensor, is_index
 
 __all__ = ["DECLARATIONS", "check_indices", "declared"]
 
@@ -40,6 +40,9 @@ def declared(
     "integer, at least 1, at most 9" or "number, above 0". Sequences have their length before it: "2 * D numbers", and
     "1 or 2 integers" may be one number, too. A choice is "one of 'avg', 'max'".
 
+    The operator is given tensors instead of arrays, and Python's numbers instead of those of NumPy and of tensors. If
+    the first tensor was an array, the results become arrays.
+
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
     type of the values. Errors within it, of other operators and of torch, begin with its name, except
     ``torch.OutOfMemoryError``.
@@ -57,17 +60,30 @@ def declared(
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | options
-            first: tuple[str, Any] = ("", None)
             sizes: dict[str, Any] = {}
-            for argument, check, *expected in checks:
-                if argument in given:
-                    first = check(op, argument, given[argument], first, sizes, *expected)
-            device = "meta" if keeps_autocast or first[1] is None else first[1].device.type
+            first: tuple[str, Any] | None = None
+            device, are_arrays = "meta", False
             try:
-                if device != "meta" and torch.is_autocast_enabled(device):
+                if len(given) < len(args) + len(options):
+                    return function(*args, **options)  # Python says which argument is one too many.
+                for argument, check, *expected in checks:
+                    if argument not in given:
+                        continue
+                    value = given[argument]
+                    taken = given[argument] = check(op, argument, value, sizes, *expected)
+                    if not isinstance(taken, Tensor):
+                        continue
+                    if first is None:
+                        first, device = (argument, taken), taken.device.type
+                        are_arrays = taken is not value
+                    elif taken is value:
+                        check_device(op, argument, taken, *first)
+                if keeps_autocast or device == "meta" or not torch.is_autocast_enabled(device):
+                    results = function(**given)
+                else:
                     with torch.autocast(device, enabled=False):
-                        return function(*args, **options)
-                return function(*args, **options)
+                        results = function(**given)
+                return type(results)(one.numpy() for one in results) if are_arrays else results
             except (
                 RuntimeError,
                 ValueError,
@@ -112,21 +128,18 @@ def _size(text: str) -> tuple[int, str, str]:
 def _check_tensor(
     op: str,
     name: str,
-    tensor: Any,
-    first: tuple[str, Any],
+    given: Any,
     sizes: dict[str, Any],
     otherwise: str | None,
     kind: str,
     layout: tuple[tuple[int, str, str], ...] | None,
     note: str,
-) -> tuple[str, Any]:
-    """Raise an error unless the tensor is as declared. Return the first tensor and its name."""
-    if otherwise == "None or " and tensor is None:
-        return first
-    is_array = otherwise == "array or " and hasattr(tensor, "astype")
-    if not is_array:
-        check_tensor(op, name, tensor)
-        first = (name, tensor) if first[1] is None else first
+) -> Tensor | None:
+    """Return the tensor. Raise an error unless it is as declared."""
+    if otherwise == "None or " and given is None:
+        return None
+    tensor = as_tensor(given) if otherwise == "array or " else given
+    check_tensor(op, name, tensor)
     if layout is not None:
         known = dict(sizes)
         if not _fits(tensor.shape, layout, sizes):
@@ -135,12 +148,9 @@ def _check_tensor(
                 for factor, letter, text in layout
             ).removeprefix(", ")
             raise ValueError(f"{op}: {name} must be [{expected}]{note}, got {list(tensor.shape)}")
-    if not is_array:
-        if kind != "any":
-            check_numbers(op, name, tensor, kind)
-        if tensor is not first[1]:
-            check_device(op, name, tensor, *first)
-    return first
+    if kind != "any":
+        check_numbers(op, name, tensor, kind)
+    return tensor
 
 
 def _fits(shape: Sequence[int], layout: tuple[tuple[int, str, str], ...], sizes: dict[str, Any]) -> bool:
@@ -164,7 +174,6 @@ def _check_number(
     op: str,
     name: str,
     given: Any,
-    first: tuple[str, Any],
     sizes: dict[str, Any],
     may_be_one: bool,
     length: tuple[int, str, str] | None,
@@ -172,8 +181,8 @@ def _check_number(
     comparison: str | None,
     least: float,
     most: float,
-) -> tuple[str, Any]:
-    """Raise an error unless the number, or each of several, is as declared."""
+) -> Any:
+    """Return the number or the numbers. Raise an error unless each is as declared."""
     numbers: Any = given
     if not isinstance(given, _REAL) and hasattr(given, "tolist") and not getattr(given, "is_meta", False):
         numbers = given.tolist()
@@ -205,21 +214,15 @@ def _check_number(
             expected = "finite"
         if expected:
             raise ValueError(f"{op}: {name} must be {expected}, got {given!r}")
-    return first
+    return numbers
 
 
 def _check_choice(
-    op: str,
-    name: str,
-    given: Any,
-    first: tuple[str, Any],
-    sizes: dict[str, Any],
-    text: str,
-    choices: tuple[Any, ...],
-) -> tuple[str, Any]:
+    op: str, name: str, given: Any, sizes: dict[str, Any], text: str, choices: tuple[Any, ...]
+) -> Any:
     if not isinstance(given, (str, Real)) or given not in choices:
         raise ValueError(f"{op}: {name} must be {text}, got {given!r}")
-    return first
+    return given
 
 
 def check_indices(op: str, name: str, indices: Tensor, count: int, of: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_that, widened
+from ._arguments import check_that, floating, widened
 from ._classes import check_classes, class_by_class
 from ._declared import declared
 from .nms import nms
@@ -74,7 +74,7 @@ def batched_nms(
     for name, given in (("scores", scores), ("idxs", idxs)):
         fits = is_traced() or given.shape == boxes.shape[:1]  # numbers of a trace may be unknown
         check_that(fits, "batched_nms", name, "be [{}]", list(given.shape), boxes.shape[0])
-    boxes = boxes if boxes.is_floating_point() else boxes.float()
+    boxes = floating(boxes)
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)
         return torch.cat([boxes[keep], ordered[:, None]], -1), keep
@@ -88,7 +88,7 @@ def batched_nms(
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
     wide = widened(boxes, boxes)
-    classes = None if is_joint else check_classes("batched_nms", "idxs", idxs, boxes)
+    classes = check_classes("batched_nms", "idxs", None if is_joint else idxs, boxes)
     if classes is None:
         detections, kept = suppress(wide, scores, **arguments)
     elif suppress in _CLASSES_OF:

@@ -57,7 +57,7 @@ def box_key_points(
     fixed, logits = fixed.to(anchors), logits.to(anchors)
     is_plain = anchors.is_cpu or (fixed.requires_grad and torch.is_grad_enabled())
     compute = box_key_points_reference if is_plain else _box_key_points
-    return compute(anchors, fixed, logits, float(max_log_size))
+    return compute(anchors, fixed, logits, max_log_size)
 
 
 def box_key_points_reference(

@@ -10,7 +10,7 @@ from . import _library, _registration
 from ._arguments import check_that, is_index, numbers_to, pair
 from ._declared import declared
 
-__all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
+__all__ = ["Pair", "convolve", "deform_conv2d", "deform_conv2d_reference"]
 
 Pair = int | tuple[int, int]
 
@@ -77,33 +77,41 @@ def deform_conv2d(
         raise ValueError(
             "deform_conv2d: bias must be False; add a bias to the result, or call modulated_deform_conv2d"
         )
-    settings = (stride, padding, dilation)
-    check_shapes("deform_conv2d", input, offset, None, weight, settings, groups, deform_groups)
-    return convolve(input, offset, None, weight, None, *settings, deform_groups, im2col_step)
+    tensors = input, offset, None, weight, None
+    settings = stride, padding, dilation, groups, deform_groups
+    return convolve("deform_conv2d", *tensors, *settings, im2col_step)
 
 
-def output_shape(
-    input: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair
-) -> tuple[int, int]:
+Size = tuple[int, int]  # (height, width)
+
+
+def output_shape(input: Tensor, weight: Tensor, stride: Size, padding: Size, dilation: Size) -> Size:
     """Return (height, width) of the result."""
-    settings = zip(
-        input.shape[2:], weight.shape[2:], pair(stride), pair(padding), pair(dilation), strict=True
-    )
+    settings = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     height, width = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in settings)
     return height, width
 
 
-def check_shapes(
+def convolve(
     operator: str,
     input: Tensor,
     offset: Tensor,
     mask: Tensor | None,
     weight: Tensor,
-    settings: tuple[Pair, Pair, Pair],  # stride, padding, dilation
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
     groups: int,
     deform_groups: int,
-) -> None:
-    """Raise a ValueError that names the operator and the argument if a shape does not fit."""
+    im2col_step: int = 32,
+) -> Tensor:
+    """Return the convolution in the type of ``offset``, by the library that serves the call.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the operator and the argument.
+    """
+    settings = pair(stride), pair(padding), pair(dilation)
     size = output_shape(input, weight, *settings)
     if min(size) <= 0:
         raise ValueError(
@@ -117,31 +125,16 @@ def check_shapes(
     is_multiple = outputs % groups == 0
     check_that(is_multiple, operator, "weight", "have a multiple of {} output channels", outputs, groups)
     taps = deform_groups * KH * KW
-    for name, field, channels in (("offset", offset, 2 * taps), ("mask", mask, taps)):
-        expected = [B, channels, *size]
-        if field is not None:
-            check_that(list(field.shape) == expected, operator, name, "be {}", field, expected)
-
-
-def convolve(
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    deform_groups: int,
-    im2col_step: int = 32,
-) -> Tensor:
-    """Return the convolution of checked arguments, in the type of ``offset``, by the library that serves the call."""
-    settings = (pair(stride), pair(padding), pair(dilation))
-    tensors = (input, offset, mask, weight)
-    given = [one for one in tensors if one is not None]
-    is_cuda = _library.kernel_device(input) == "cuda"
-    dtype = offset.dtype if is_cuda else functools.reduce(torch.promote_types, (one.dtype for one in given))
-    converted = (None if one is None else one.to(dtype) for one in tensors)
+    expected = [B, 2 * taps, *size]
+    check_that(list(offset.shape) == expected, operator, "offset", "be {}", offset, expected)
+    if mask is not None:
+        expected = [B, taps, *size]
+        check_that(list(mask.shape) == expected, operator, "mask", "be {}", mask, expected)
+    dtype = offset.dtype
+    if _library.kernel_device(input) != "cuda":
+        for other in (input, mask, weight):
+            dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    converted = (None if one is None else one.to(dtype) for one in (input, offset, mask, weight))
     output = _deform_conv2d(*converted, *settings, deform_groups, im2col_step)
     output = output if bias is None else output + bias.to(dtype)[:, None, None]
     return output.to(offset)

@@ -64,14 +64,14 @@ def deform_roi_pool(
 
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
     """
-    PH, PW = pair(output_size)
-    check_samples("deform_roi_pool", (PH, PW), sampling_ratio)
-    expected = [rois.shape[0], 2, PH, PW]
+    size = pair(output_size)
+    check_samples("deform_roi_pool", size, sampling_ratio)
+    expected = [rois.shape[0], 2, *size]
     if offset is None or (offset.numel() == 0 and list(offset.shape) != expected):
-        return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
+        return roi_align(input, rois, size, spatial_scale, sampling_ratio)
     check_that(list(offset.shape) == expected, "deform_roi_pool", "offset", "be {}", offset, expected)
     tensors = widened(input, input), constant(rois, input), widened(offset, input)
-    pooled = _deform_roi_pool(*tensors, PH, PW, float(spatial_scale), int(sampling_ratio), float(gamma))
+    pooled = _deform_roi_pool(*tensors, *size, spatial_scale, sampling_ratio, gamma)
     return pooled.to(input)
 
 

@@ -86,16 +86,13 @@ def deformable_aggregation_fused(
     dtype = computation_dtype(features)
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
-    if camera_logits is not None and camera_logits.dtype != logits.dtype:
-        logits, camera_logits = logits.to(dtype), camera_logits.to(dtype)
-    elif logits.dtype != features.dtype:
-        logits = logits.to(dtype)
-        camera_logits = None if camera_logits is None else camera_logits.to(dtype)
     if camera_logits is None:
         camera_logits = logits.new_empty(0)
+    if not camera_logits.dtype == logits.dtype == features.dtype:
+        logits, camera_logits = logits.to(dtype), camera_logits.to(dtype)
     keep = features.new_empty(0, dtype=torch.bool) if keep is None else keep.bool()
     points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
-    given = matrices, sizes, logits, camera_logits, keep, float(keep_scale)
+    given = matrices, sizes, logits, camera_logits, keep, keep_scale
     is_calibrating = torch.is_grad_enabled() and (matrices.requires_grad or sizes.requires_grad)
     if kernel_device(features) in ("cuda", "meta") and not is_calibrating:
         return _deformable_aggregation_fused(features, shapes, starts, points, *given)

@@ -58,7 +58,7 @@ def sigmoid_focal_loss(
     dtype = computation_dtype(input)
     weight = input.new_empty(0, dtype=dtype) if weight is None else weight.to(dtype)
     logits = input if reduction == "none" else input.to(dtype)  # so that the sum is not one of rounded losses
-    loss = _sigmoid_focal_loss(logits, target.long(), weight, float(gamma), float(alpha))
+    loss = _sigmoid_focal_loss(logits, target.long(), weight, gamma, alpha)
     return _reduce(loss, reduction).to(input)
 
 
@@ -140,9 +140,7 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
-    """Return weight[target], or 1 for a target that is no class."""
-    if weight.shape[0] == 0:
-        return weight.new_ones(target.shape)
+    """Return weight[target], or 1 for a target that is no class. There is at least one class."""
     is_class = is_index(target, weight.shape[0])
     return torch.where(is_class, weight[target.clamp(0, weight.shape[0] - 1)], 1.0)
 

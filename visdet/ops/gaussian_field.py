@@ -62,7 +62,7 @@ def gaussian_field(
         gaussian_order = space_order(means.detach())
         if not on_cpu:
             point_order = space_order(points.detach())
-    field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, float(tolerance))
+    field = _gaussian_field(points, means, cholesky, weights, point_order, gaussian_order, tolerance)
     return field.to(given)
 
 

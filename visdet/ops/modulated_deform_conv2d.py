@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ._declared import declared
-from .deform_conv2d import Pair, check_shapes, convolve
+from .deform_conv2d import Pair, convolve
 
 __all__ = ["modulated_deform_conv2d"]
 
@@ -59,6 +59,5 @@ def modulated_deform_conv2d(
 
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.
     """
-    settings = (stride, padding, dilation)
-    check_shapes("modulated_deform_conv2d", input, offset, mask, weight, settings, groups, deform_groups)
-    return convolve(input, offset, mask, weight, bias, *settings, deform_groups)
+    tensors = input, offset, mask, weight, bias
+    return convolve("modulated_deform_conv2d", *tensors, stride, padding, dilation, groups, deform_groups)

@@ -1,7 +1,6 @@
 """Multi-scale deformable attention that takes the predictions of a detector, which are offsets and logits."""
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +82,7 @@ def ms_deform_attn_fused(
             )
         # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
         reference_points = reference_points.expand(B, -1, L, -1).contiguous()
-    points = [int(num_points)] * L if isinstance(num_points, Integral) else list(num_points)  # type: ignore[arg-type]
+    points = [num_points] * L if isinstance(num_points, int) else num_points
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points), logits.to(reference_points)
     if value.is_cuda and L > MAX_HOST_LEVELS:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import as_tensor, check_numbers, check_that, constant, numbers_to, widened
+from ._arguments import check_that, constant, floating, numbers_to
 from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -64,8 +64,8 @@ def nms(
 
     Source: The signature is mmcv's, ``classes`` apart.
     """
-    boxes, scores, is_numpy = as_tensors("nms", boxes, scores)
-    classes = None if classes is None else check_classes("nms", "classes", classes, boxes)
+    boxes = floating(boxes)  # A score in a tensor with integer boxes would be cut to a whole number.
+    classes = check_classes("nms", "classes", classes, boxes)
     is_candidate = scores > score_threshold if score_threshold > 0 else None
     if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
         wide = constant(boxes, boxes)
@@ -76,8 +76,7 @@ def nms(
     keep = kept_indices(compared, scores, iou_threshold, classes, is_candidate)
     if max_num > 0:
         keep = keep[:max_num]
-    detections = table.index_select(0, keep)
-    return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
+    return table.index_select(0, keep), keep
 
 
 @declared(dets="array or real", iou_threshold="number")
@@ -97,13 +96,10 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
 
     Source: mmcv; prime sample attention (PISA), arXiv 1904.04821, uses it.
     """
-    is_numpy = not isinstance(dets, Tensor)
-    table = as_tensor(dets).detach()
-    check_numbers("nms_match", "dets", table, "real")
-    if table.dim() and table.shape[0] == 0:
+    if dets.dim() and dets.shape[0] == 0:
         return []
-    check_that(table.dim() == 2 and table.shape[1] == 5, "nms_match", "dets", "be [N, 5]", table)
-    table = widened(table.cpu(), table)
+    check_that(dets.dim() == 2 and dets.shape[1] == 5, "nms_match", "dets", "be [N, 5]", dets)
+    table = constant(dets.cpu(), dets)
     boxes, scores = table[:, :4], table[:, 4]
     threshold = table.new_tensor(iou_threshold)
     # An overlap is at least the threshold if it is greater than the next smaller number.
@@ -114,9 +110,8 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     for members in order[group[order] < 0].split(PAIRS_AT_ONCE // len(leaders) + 1):
         overlaps = overlaps_with(boxes[members, None], boxes[leaders], 0)
         group[members] = (overlaps >= iou_threshold).byte().argmax(1)
-    order = order[group[order].sort(stable=True).indices].to("cpu" if is_numpy else dets.device)
-    groups = order.split(group.bincount().tolist())
-    return [members.numpy() for members in groups] if is_numpy else list(groups)
+    order = order[group[order].sort(stable=True).indices].to(dets.device)
+    return list(order.split(group.bincount().tolist()))
 
 
 def kept_indices(
@@ -135,8 +130,8 @@ def kept_indices(
     scores = scores.to(boxes)
     if not _library.serves(boxes) and _library.is_loaded("cpu"):
         tensors = (None if one is None else one.cpu() for one in (boxes, scores, classes, is_candidate))
-        return _nms(*tensors, float(iou_threshold)).to(boxes.device)
-    return _nms(boxes, scores, classes, is_candidate, float(iou_threshold))
+        return _nms(*tensors, iou_threshold).to(boxes.device)
+    return _nms(boxes, scores, classes, is_candidate, iou_threshold)
 
 
 def kept_by_plain_torch(
@@ -164,16 +159,6 @@ def kept_by_plain_torch(
             is_equal = True if of_class is None else of_class[i + 1 :] == of_class[i]
             is_alive[i + 1 :] &= ~((overlap > threshold) & is_equal)
     return order[is_alive].to(boxes.device)
-
-
-def as_tensors(op: str, boxes: Any, scores: Any) -> tuple[Tensor, Tensor, bool]:
-    """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
-    is_numpy = not isinstance(boxes, Tensor)
-    boxes, scores = as_tensor(boxes), as_tensor(scores)
-    check_numbers(op, "boxes", boxes, "real")
-    check_numbers(op, "scores", scores, "real")
-    # A score in a tensor with integer boxes would be cut to a whole number.
-    return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 
 
 def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:

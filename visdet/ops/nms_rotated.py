@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import constant
+from ._arguments import constant, floating
 from ._classes import check_classes
 from ._declared import declared
 from .box_iou_rotated import turned_back
@@ -82,8 +82,8 @@ def _kept(
     labels: Tensor | None,
     clockwise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    classes = None if labels is None else check_classes(op, "labels", labels, dets)
-    dets = dets if dets.is_floating_point() else dets.float()
+    classes = check_classes(op, "labels", labels, dets)
+    dets = floating(dets)
     wide = constant(dets, dets)
     keep = kept_indices(wide if clockwise else turned_back(wide), scores, iou_threshold, classes)
     return torch.cat([dets[keep], scores[keep, None]], 1), keep

@@ -107,7 +107,7 @@ def _in_balls(
     xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
 ) -> Tensor:
     points, centers = constant(xyz, xyz), constant(center_xyz, xyz)
-    return _ball_query(points, centers, float(low), float(high), count, is_stacked)
+    return _ball_query(points, centers, low, high, count, is_stacked)
 
 
 def ball_query_reference(

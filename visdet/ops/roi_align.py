@@ -88,7 +88,7 @@ def pool_by_kernels(
     """Return what visdet's kernels compute. Those of maxima are for the CPU and upright regions."""
     rois = constant(rois, input)
     pool = _roi_align_max if takes_maximum else _roi_align
-    return pool(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
+    return pool(input, rois, *size, spatial_scale, sampling_ratio, aligned)
 
 
 def roi_align_reference(

@@ -63,8 +63,7 @@ def roi_pool_with_argmax(
     """Return ``roi_pool`` and the index into H * W of each bin's maximum, which is -1 for a bin without pixels."""
     size = pair(output_size)
     check_samples("roi_pool", size)
-    rois = constant(rois, input)
-    return _roi_pool(input, rois, *size, float(spatial_scale))
+    return _roi_pool(input, constant(rois, input), *size, spatial_scale)
 
 
 def roi_pool_reference(

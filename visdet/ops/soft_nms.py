@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_that, computation_dtype, numbers_to
+from ._arguments import check_that, computation_dtype, floating, numbers_to
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
 from ._renamed import renamed_arguments
-from .nms import as_tensors, overlaps_with
+from .nms import overlaps_with
 
 __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
 
@@ -67,20 +67,18 @@ def soft_nms(
 
     Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
-    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores)
+    boxes = floating(boxes)
     check_that(method != "gaussian" or sigma > 0, "soft_nms", "sigma", "be positive", sigma)
     dtype, given = (
         torch.promote_types(computation_dtype(boxes), scores.dtype),
         torch.promote_types(boxes.dtype, scores.dtype),
     )
     on_host, host_scores = boxes.detach().to("cpu", dtype), scores.detach().to("cpu", dtype)
-    classes = None if classes is None else check_classes("soft_nms", "classes", classes, on_host)
-    settings = (float(iou_threshold), float(sigma), float(min_score), SOFT_METHODS.index(method), offset)
+    classes = check_classes("soft_nms", "classes", classes, on_host)
+    settings = (iou_threshold, sigma, min_score, SOFT_METHODS.index(method), offset)
     detections, keep = _soft_nms(on_host, host_scores, classes, *settings)
     if classes is not None:
         keep, detections, _ = highest_first(keep, detections, detections[:, -1])
-    if is_numpy:
-        return detections.to(given).numpy(), keep.numpy()
     return detections.to(boxes.device, given), keep.to(boxes.device)
 
 

@@ -182,11 +182,10 @@ def prroi_pool(
     Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
     """
     check_samples("prroi_pool", output_size)
-    PH, PW = output_size
     rois = widened(rois, features)
     if features.is_cuda or features.numel() == 0 or not _library.serves(features):
         return prroi_pool_reference(features, rois, output_size, spatial_scale)
-    return _prroi_pool(features, rois, int(PH), int(PW), float(spatial_scale), 0)
+    return _prroi_pool(features, rois, *output_size, spatial_scale, 0)
 
 
 def prroi_pool_reference(

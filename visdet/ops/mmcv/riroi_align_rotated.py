@@ -56,13 +56,13 @@ def riroi_align_rotated(
     Source: ReDet, arXiv 2103.07733; the signature is mmcv's, whose counting of orientations leaves the map for angles
     below -2 pi.
     """
-    G, size = num_orientations, pair(out_size)
+    G = num_orientations
     if features.shape[1] % G:
         raise ValueError(
             f"riroi_align_rotated: num_orientations must divide the channels of features, got {G} "
             f"for {features.shape[1]}"
         )
-    pooled = roi_align_rotated(features, rois, size, spatial_scale, num_samples, False, clockwise)
+    pooled = roi_align_rotated(features, rois, out_size, spatial_scale, num_samples, False, clockwise)
     turn = constant(rois[:, 5], features) * (G / (2 * math.pi))
     turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
     start = turn.floor()

@@ -82,8 +82,6 @@ def get_indice_pairs(
     """
     D = len(out_shape)
     check_layout("get_indice_pairs", "indices", indices, f"[N, {1 + D}]", None, 1 + D)
-    settings = (ksize, stride, padding, dilation)
-    ksize, stride, padding, dilation = ([int(n) for n in setting] for setting in settings)
     if subm:
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]

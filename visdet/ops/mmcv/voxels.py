@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .. import _registration
 from .._arguments import (
-    check_layout,
     check_numbers,
     check_that,
     computation_dtype,
@@ -63,12 +62,10 @@ def dynamic_voxelize(
     """
     fits = points.dim() == 2 and points.shape[1] >= ndim
     check_that(fits, "dynamic_voxelize", "points", "be [N, {} or more]", points, ndim)
-    dtype, device = computation_dtype(points), points.device
-    size, corners = (
-        torch.as_tensor(given, dtype=dtype, device=device).detach() for given in (voxel_size, coors_range)
-    )
-    check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
-    return _dynamic_voxelize(constant(points[:, :ndim], points), size, corners)
+    coordinates = constant(points[:, :ndim], points)
+    size, corners = coordinates.new_tensor(voxel_size), coordinates.new_tensor(coors_range)
+    check_that(len(size) == ndim, "dynamic_voxelize", "voxel_size", "be [{}]", size, ndim)
+    return _dynamic_voxelize(coordinates, size, corners)
 
 
 def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: Tensor) -> Tensor:
@@ -341,7 +338,7 @@ def voxel_pooling(
 
     Source: Project BEVDepth, whose result is permuted.
     """
-    (B, _, C), (W, H, D) = input_features.shape, (int(size) for size in voxel_num)
+    (B, _, C), (W, H, D) = input_features.shape, voxel_num
     x, y, z = geom_xyz.long().unbind(2)
     is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
     image = numbers_to(B, x)[:, None]
