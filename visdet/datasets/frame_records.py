@@ -10,6 +10,7 @@ import numpy as np
 
 from visdet.checks.finite import check_finite
 from visdet.errors import InvalidInputError
+from visdet.structures.poses import pose_matrix
 
 _AGENT_STEPS = 12  # in published files
 _WORDS = {str: "text", float: "numbers", int: "integers", bool: "bools", dict: "a dict", list: "a list"}
@@ -223,3 +224,9 @@ def _lines(given: Any, where: str, label: Any) -> list[np.ndarray]:
             raise InvalidInputError(f"{where}: {name} must have points")
         lines.append(points)
     return lines
+
+
+def lidar_to_global(info: dict) -> np.ndarray:
+    """Return the pose [4, 4] of the lidar frame in the world."""
+    lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
+    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego

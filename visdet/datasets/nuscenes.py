@@ -19,7 +19,7 @@ from visdet.registry import DATASETS
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
 from .augmentation import drawn_augmentation
-from .frame_records import check_frame
+from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
 from .info_files import frame_keys, load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
@@ -402,9 +402,3 @@ def _where_from(ann_file: str, data_root: str | None) -> str:
         f"get nuScenes from nuscenes.org, unpack it in {root} and make its info files: visdet prepare-nuscenes "
         f"{root} --out-dir {out_dir}; for frames of your own, set ann_file and data_root"
     )
-
-
-def lidar_to_global(info: dict) -> np.ndarray:
-    """Return the pose [4, 4] of the lidar frame in the world."""
-    lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
-    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego

@@ -9,6 +9,7 @@ import numpy as np
 from visdet.errors import MissingFileError
 from visdet.structures.poses import inverse_pose, moved_points, pose_matrix, turn_about_z, yaw_of
 
+from .frame_records import lidar_to_global
 from .future_steps import coming_steps, command_of, padded_steps
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables
@@ -94,18 +95,17 @@ class NuScenesConverter:
             ImportError: ``with_map`` is True and shapely is missing.
         """
         tables = self.tables
-        samples, location = tables.samples(scene), tables.location(scene)
-        messages = self._can_bus(scene["name"])
-        poses = [self._poses(tables.data(sample, "LIDAR_TOP")) for sample in samples]
-        lidar_poses = [_matrix(ego) @ _matrix(calibration) for calibration, ego in poses]
-        times = [sample["timestamp"] for sample in samples]
-        for number, sample in enumerate(samples):
-            info = self._sensors(sample) | {"map_location": location}
-            info["map_annos"] = self._map(location, lidar_poses[number])
+        location, messages = tables.location(scene), self._can_bus(scene["name"])
+        infos = [self._sensors(sample) for sample in tables.samples(scene)]
+        lidar_poses = [lidar_to_global(info) for info in infos]
+        times = [info["timestamp"] for info in infos]
+        for number, (info, lidar_pose) in enumerate(zip(infos, lidar_poses, strict=True)):
+            info["map_location"] = location
+            info["map_annos"] = self._map(location, lidar_pose)
             if not self.version.endswith("test"):
-                info |= self._annotations(sample, lidar_poses[number])
+                info |= self._annotations(info["token"], lidar_pose)
                 info |= ego_future(lidar_poses, times, number)
-                info["ego_status"] = _ego_status(messages, sample["timestamp"])
+                info["ego_status"] = _ego_status(messages, info["timestamp"])
             yield info
 
     def _sensors(self, sample: dict) -> dict:
@@ -113,8 +113,21 @@ class NuScenesConverter:
         tables = self.tables
         lidar = tables.data(sample, "LIDAR_TOP")
         calibration, ego = self._poses(lidar)
-        from_world = inverse_pose(_matrix(ego) @ _matrix(calibration))
-        cameras = {}
+        cameras: dict[str, dict] = {}
+        info = {
+            "token": sample["token"],
+            "scene_token": sample["scene_token"],
+            "timestamp": sample["timestamp"],
+            "lidar_path": self._existing(lidar["filename"]),
+            # Only the presence of sweeps is used, because the first frame of a scene has none.
+            "sweeps": [{"sample_data_token": lidar["prev"]}] if lidar["prev"] else [],
+            "cams": cameras,
+            "lidar2ego_translation": calibration["translation"],
+            "lidar2ego_rotation": calibration["rotation"],
+            "ego2global_translation": ego["translation"],
+            "ego2global_rotation": ego["rotation"],
+        }
+        from_world = inverse_pose(lidar_to_global(info))
         for name in _CAMERAS:
             data = tables.data(sample, name)
             camera, camera_ego = self._poses(data)
@@ -132,19 +145,7 @@ class NuScenesConverter:
                 "sensor2lidar_translation": to_lidar[:3, 3],
                 "cam_intrinsic": np.array(camera["camera_intrinsic"], dtype=np.float64),
             }
-        return {
-            "token": sample["token"],
-            "scene_token": sample["scene_token"],
-            "timestamp": sample["timestamp"],
-            "lidar_path": self._existing(lidar["filename"]),
-            # Only the presence of sweeps is used, because the first frame of a scene has none.
-            "sweeps": [{"sample_data_token": lidar["prev"]}] if lidar["prev"] else [],
-            "cams": cameras,
-            "lidar2ego_translation": calibration["translation"],
-            "lidar2ego_rotation": calibration["rotation"],
-            "ego2global_translation": ego["translation"],
-            "ego2global_rotation": ego["rotation"],
-        }
+        return info
 
     def _existing(self, name: str) -> str:
         path = self.root / name
@@ -157,9 +158,10 @@ class NuScenesConverter:
         calibration = self.tables.get("calibrated_sensor", data["calibrated_sensor_token"])
         return calibration, self.tables.get("ego_pose", data["ego_pose_token"])
 
-    def _annotations(self, sample: dict, lidar_pose: np.ndarray) -> dict:
+    def _annotations(self, sample_token: str, lidar_pose: np.ndarray) -> dict:
         """Return boxes, names, velocities, ids and futures in the lidar frame."""
-        tables, records = self.tables, self.tables.annotations_of_sample[sample["token"]]
+        tables = self.tables
+        records = tables.annotations_of_sample[sample_token]
         from_world = inverse_pose(lidar_pose)
         boxes, velocities, paths = np.zeros((len(records), 7)), np.zeros((len(records), 2)), []
         for row, record in enumerate(records):

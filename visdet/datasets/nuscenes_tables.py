@@ -1,6 +1,7 @@
 """Reading of nuScenes' tables without the devkit."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ class NuScenesTables:
             if name == "sample_data":
                 records = [record for record in records if record["is_key_frame"]]
             tables[name] = {record["token"]: record for record in records}
-        self._data_of_sample: dict[str, dict[str, dict]] = {token: {} for token in tables["sample"]}
+        self._data: dict[tuple[str, str], dict] = {}
         for record in tables["sample_data"].values():
             calibration = self.get("calibrated_sensor", record["calibrated_sensor_token"])
             channel = self.get("sensor", calibration["sensor_token"])["channel"]
-            self._data_of_sample[record["sample_token"]][channel] = record
-        self.annotations_of_sample: dict[str, list[dict]] = {token: [] for token in tables["sample"]}
+            self._data[record["sample_token"], channel] = record
+        self.annotations_of_sample: defaultdict[str, list[dict]] = defaultdict(list)
         for record in tables["sample_annotation"].values():
             self.annotations_of_sample[record["sample_token"]].append(record)
         # nuScenes numbers instances by their place in the table.
@@ -103,7 +104,7 @@ class NuScenesTables:
             KeyError: the frame has no data of this sensor.
         """
         try:
-            return self._data_of_sample[sample["token"]][channel]
+            return self._data[sample["token"], channel]
         except KeyError:
             raise UnknownNameError(f"nuScenes frame {sample['token']} has no data of {channel}") from None
 

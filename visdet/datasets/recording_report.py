@@ -9,10 +9,10 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.files.images import open_image, sizes_of
 from visdet.structures.polylines import REGION_M, cut_to_region
 
-from .frame_records import FRAME_KEYS
+from .frame_records import FRAME_KEYS, lidar_to_global
 from .future_steps import STEP_S, coming_steps, has_step_rate
 from .info_files import load_infos
-from .nuscenes import NuScenes3DDetTrackDataset, lidar_to_global
+from .nuscenes import NuScenes3DDetTrackDataset
 
 _WRONG_PATH_M = 1.0
 
