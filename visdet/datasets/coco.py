@@ -5,6 +5,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -107,6 +108,10 @@ class CocoDataset(BaseDataset):
 
     METAINFO = {"classes": COCO_CLASSES}
 
+    # Attributes of BaseDataset.
+    data_list: list[dict]
+    _indices: int | Sequence[int] | None
+
     @also_takes(seg_map_suffix=..., proposal_file=None, caption_prompt=None, file_client_args=None)
     def __init__(
         self,
@@ -159,27 +164,6 @@ class CocoDataset(BaseDataset):
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # The default palette belongs to the default classes.
         return checked_classes(loaded, f"{cls.__name__}: metainfo")
-
-    _fully_initialized: bool  # an attribute of mmengine's BaseDataset
-
-    def full_init(self) -> None:
-        """Load and filter the records, select ``indices``, check that the image files exist, and serialize."""
-        if self._fully_initialized:
-            return
-        self.data_list = self.load_data_list()
-        num_in_file = len(self.data_list)
-        self.data_list = self.filter_data()
-        if self._indices is not None:
-            self.data_list = self._get_unserialized_subset(self._indices)
-        if not self.data_list:
-            raise InvalidInputError(
-                f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
-                f"(filter_cfg={self.filter_cfg}, indices={self._indices})"
-            )
-        self._check_image_files()
-        if self.serialize_data:
-            self.data_bytes, self.data_address = self._serialize_data()
-        self._fully_initialized = True
 
     def load_data_list(self) -> list[dict]:
         """Return one record per image in the order of the file, after all boxes have been checked."""
@@ -304,15 +288,26 @@ class CocoDataset(BaseDataset):
         self._warn(message)
 
     def filter_data(self) -> list[dict]:
-        """Return the records that ``filter_cfg`` keeps."""
-        if self.test_mode:
-            return self.data_list
-        return [
-            record
-            for record in self.data_list
-            if min(record["width"], record["height"]) >= self._least_side
-            and (not self._needs_box or _has_box(record))
-        ]
+        """Return the records that ``filter_cfg`` and ``indices`` keep, whose image files must exist."""
+        num_in_file = len(self.data_list)
+        if not self.test_mode:
+            self.data_list = [
+                record
+                for record in self.data_list
+                if min(record["width"], record["height"]) >= self._least_side
+                and (not self._needs_box or _has_box(record))
+            ]
+        indices = self._indices
+        if indices is not None:
+            self.data_list = self._get_unserialized_subset(indices)
+            self._indices = None  # BaseDataset would choose among them once more.
+        if not self.data_list:
+            raise InvalidInputError(
+                f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
+                f"(filter_cfg={self.filter_cfg}, {indices=})"
+            )
+        self._check_image_files()
+        return self.data_list
 
     def _check_image_files(self) -> None:
         """Raise an error if image files are missing. Folders are listed, because looking up each file is slow."""
@@ -325,7 +320,7 @@ class CocoDataset(BaseDataset):
             if "://" not in folder and name not in names_in(folder):
                 missing.append(record["img_path"])
         if missing:
-            alike = {hint: None for path in missing[:100] if (hint := _look_alike_on_disk(path))}
+            alike = {hint: None for path in missing[:100] if (hint := _look_alike_on_disk(Path(path)))}
             raise MissingFileError(
                 f"{type(self).__name__}: {len(missing)} of the {len(self.data_list)} images of "
                 f"{self.ann_file} are missing: {listed(missing, 3)} (the folder is data_prefix['img'])"
@@ -391,12 +386,12 @@ def _names_in(folder: str) -> set[str]:
     return set(os.listdir(place)) if os.path.isdir(place) else set()
 
 
-def _look_alike_on_disk(path: str) -> str | None:
+def _look_alike_on_disk(path: Path) -> str | None:
     """Return which file or folder looks like the first part of a path that does not exist, and how it differs."""
-    folder, name = os.path.split(path)
-    if not os.path.isdir(folder or "."):
+    folder = path.parent
+    if not folder.is_dir():
         return _look_alike_on_disk(folder) if folder != path else None
-    return look_alike(name, os.listdir(folder or "."))
+    return look_alike(path.name, os.listdir(folder))
 
 
 def clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:
