@@ -110,10 +110,11 @@ def _described(value: Any) -> str:
     return f"{list(value.shape)} of {value.dtype}" if is_array else f"{value!r:.60}"
 
 
-def _is_rotation(given: np.ndarray) -> bool:
+def _is_rotation(given: np.ndarray) -> bool | np.bool_:
     if given.ndim == 1:
-        return bool(1e-8 < np.linalg.norm(given) < np.inf)
-    return bool(np.abs(given @ given.T - np.eye(3)).max() <= 0.02 and np.linalg.det(given) > 0)
+        return 1e-8 < np.linalg.norm(given) < np.inf
+    is_orthogonal = np.allclose(given @ given.T, np.eye(3), rtol=0, atol=0.02)
+    return is_orthogonal and np.linalg.det(given) > 0
 
 
 CAMERA_KEYS = (
@@ -154,10 +155,10 @@ _KEYS = {key.name: key for key in FRAME_KEYS}
 
 
 def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any]:
-    """Return the record with its values as arrays of the shapes that FRAME_KEYS names, and gt_boxes [n, 7].
+    """Return the record with its values as arrays of the shapes that FRAME_KEYS names, and gt_boxes [n, 9].
 
-    Without ``gt_velocity``, the velocities are the last two columns of ``gt_boxes`` [n, 9], or else NaN. Keys that
-    FRAME_KEYS does not name are kept as they are, and optional keys that are None are left out.
+    The last two columns are ``gt_velocity``. Without it, they are those of the file's ``gt_boxes`` [n, 9], or else NaN.
+    Keys that FRAME_KEYS does not name are kept as they are, and optional keys that are None are left out.
 
     Args:
         info: the record, which is not changed.
@@ -175,11 +176,11 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     record |= {name: value for name, value in read.items() if value is not None}
     if "gt_boxes" in record:
         boxes = record["gt_boxes"]
-        record["gt_boxes"] = boxes[:, :7]
-        if "gt_velocity" not in record:
-            record["gt_velocity"] = boxes[:, 7:] if boxes.shape[1] == 9 else np.full((len(boxes), 2), np.nan)
-        if np.isinf(record["gt_velocity"]).any():
+        unknown = np.full((len(boxes), 2), np.nan)
+        velocity = record.get("gt_velocity", boxes[:, 7:])
+        if np.isinf(velocity).any():
             raise InvalidInputError(f"{where} has infinite gt_velocity; it is NaN where it is unknown")
+        record["gt_boxes"] = np.concatenate([boxes[:, :7], velocity, unknown], axis=1)[:, :9]
     return record
 
 
@@ -190,14 +191,13 @@ def value_of(info: Mapping[str, Any], name: str, where: str, sizes: dict | None 
         info: the record.
         name: the key.
         where: the words for the record in messages, such as 'frame a of infos.npz'.
-        sizes: see :meth:`Key.read`. Without ``n``, the record has no boxes.
+        sizes: see :meth:`Key.read`.
     """
-    key = _KEYS[name]
-    value = key.read(info, where, sizes)
-    if value is None or ("n" in key.shapes and "n" not in (sizes or {}) and name != "gt_boxes"):
-        return None
+    value = _KEYS[name].read(info, where, sizes)
     read = {"cams": _camera, "map_annos": _lines}.get(name)
-    return value if read is None else {item: read(given, where, item) for item, given in value.items()}
+    if value is None or read is None:
+        return value
+    return {item: read(given, where, item) for item, given in value.items()}
 
 
 def _camera(given: Any, where: str, name: str) -> dict[str, Any]:

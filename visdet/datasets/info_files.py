@@ -173,8 +173,10 @@ _MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the t
 _MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 
 
-def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the frames, scene after scene and each in order of time, and the scene number of each.
+def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the positions of the frames, scene after scene and each in order of time.
+
+    The second array holds the number of the scene of each, and the third one its time in microseconds.
 
     Raises:
         ValueError: the file is empty, a frame has no token, scene or time, two frames have one token or one scene and
@@ -202,26 +204,25 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
         return scene_starts[scene], scene, time
 
     order = sorted(range(len(keys)), key=place)
-    scenes = np.zeros(len(order), dtype=np.int64)
-    for position, (before, here) in enumerate(pairwise(order), start=1):
-        (time_before, scene_before, *_), (time, scene, has_no_sweeps, _) = keys[before], keys[here]
+    sorted_keys = [keys[index] for index in order]
+    are_first = [False]
+    for (time_before, scene_before, *_), (time, scene, has_no_sweeps, _) in pairwise(sorted_keys):
         gap = time - time_before
         if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
             raise InvalidInputError(
                 f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
                 "timestamp must be in microseconds, and different recordings must have different scene tokens"
             )
-        is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
-        scenes[position] = scenes[position - 1] + is_first
-    return np.array(order, dtype=np.int64), scenes
+        are_first.append(scene != scene_before or (has_no_sweeps and scene in with_sweeps))
+    times = np.array([time for time, *_ in sorted_keys], dtype=np.int64)
+    return np.array(order), np.cumsum(are_first), times
 
 
-def sequence_flags(scenes: np.ndarray, split_num: Any) -> np.ndarray:
+def sequence_flags(scene_starts: np.ndarray, num_frames: int, split_num: Any) -> np.ndarray:
     """Return the number of the sequence of each frame, int64, counted from 0 without gaps."""
-    frames = np.arange(len(scenes))
+    frames = np.arange(num_frames)
     if split_num in (-1, "all"):
         return frames
-    first = np.flatnonzero(np.diff(scenes, prepend=-1))
-    sizes = np.diff(first, append=len(scenes))
-    position = frames - np.repeat(first, sizes)
+    sizes = np.diff(scene_starts, append=num_frames)
+    position = frames - np.repeat(scene_starts, sizes)
     return np.cumsum(position % np.repeat(-(-sizes // split_num), sizes) == 0) - 1

@@ -21,7 +21,7 @@ from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 from .augmentation import drawn_augmentation
 from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
-from .info_files import frame_keys, load_infos, sequence_flags, sort_frames
+from .info_files import load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
 from .transforms.base import built
 
@@ -126,9 +126,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._warned_about: set[str] = set()
         with where_to_get(_where_from(ann_file, data_root)):
             self._infos, self.metadata = load_infos(self._resolve(ann_file))
-        self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
-        times = np.array([time for time, *_ in frame_keys(self._infos)], dtype=np.int64)
-        self._all_times = times[self._all_frames]
+        self._all_frames, self._all_scenes, self._all_times = sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
         self.step_s = 1 / steps_per_second
         self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
@@ -142,7 +140,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         }
         self.pipeline = Compose(built(pipeline or []))
         if with_seq_flag:
-            self.flag = sequence_flags(self._scenes, sequences_split_num)
+            self.flag = sequence_flags(self.scene_starts, len(self), sequences_split_num)
 
     def full_init(self) -> None:
         """Do nothing, because the constructor has read the file. mmengine calls this method."""
@@ -181,32 +179,22 @@ class NuScenes3DDetTrackDataset(Dataset):
     def get_data_info(self, index: int) -> dict:
         """Return the record of frame ``index`` for the pipeline, without ``aug_config``."""
         info = self.get_info(index)
-        record = {
-            "token": info["token"],
-            "scene_token": info["scene_token"],
-            "timestamp": info["timestamp"] / 1e6,
-            "pts_filename": self._resolve(info["lidar_path"]) if "lidar_path" in info else None,
-            "ego2global_translation": info["ego2global_translation"],
-            "lidar2global": lidar_to_global(info),
-        }
-        if "ego_status" in info:
-            record["ego_status"] = info["ego_status"].astype(np.float32)
-        if "map_annos" in info:
-            number = len(self.MAP_CLASSES)
-            unknown = sorted(set(info["map_annos"]) - set(range(number)))
-            if unknown:
-                raise InvalidInputError(
-                    f"frame {info['token']} of {self.ann_file}: map_annos has the classes {unknown}, but map_classes "
-                    f"are 0 to {number - 1} ({', '.join(self.MAP_CLASSES)})"
-                )
-            record["map_annos"] = info["map_annos"]
+        record = {key: info[key] for key in _COPIED_KEYS if key in info}
         record |= self._cameras(info)
+        record["timestamp"] = info["timestamp"] / 1e6
+        record["pts_filename"] = self._resolve(info["lidar_path"]) if "lidar_path" in info else None
+        record["lidar2global"] = lidar_to_global(info)
+        number = len(self.MAP_CLASSES)
+        unknown = sorted(set(info.get("map_annos", ())) - set(range(number)))
+        if unknown:
+            raise InvalidInputError(
+                f"frame {info['token']} of {self.ann_file}: map_annos has the classes {unknown}, but map_classes "
+                f"are 0 to {number - 1} ({', '.join(self.MAP_CLASSES)})"
+            )
         if "gt_boxes" in info:
             record |= self._annotations(info)
-        if "gt_ego_fut_trajs" in info:
-            record |= {key: info[key].astype(np.float32) for key in _EGO_KEYS}
-            if self.test_mode:
-                record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
+        if self.test_mode and "gt_ego_fut_trajs" in info:
+            record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
         return record
 
     def _cameras(self, info: dict) -> dict:
@@ -221,20 +209,12 @@ class NuScenes3DDetTrackDataset(Dataset):
                 f"{where} must have its cameras in the order of other frames, {', '.join(self._camera_names)}, got "
                 f"{', '.join(found)}"
             )
-        names, projections, intrinsics = [], [], []
-        for values in info["cams"].values():
-            to_lidar = pose_matrix(values["sensor2lidar_translation"], values["sensor2lidar_rotation"])
-            intrinsic = np.eye(4)
-            given = values["cam_intrinsic"]
-            intrinsic[: given.shape[0], : given.shape[1]] = given
-            names.append(self._resolve(values["data_path"]))
-            projections.append(intrinsic @ np.linalg.inv(to_lidar))
-            intrinsics.append(given[:3, :3].copy())
+        cameras = info["cams"].values()
         return {
             "cam_names": found,
-            "img_filename": names,
-            "lidar2img": projections,
-            "cam_intrinsic": intrinsics,
+            "img_filename": [self._resolve(camera["data_path"]) for camera in cameras],
+            "lidar2img": [_projection(camera) for camera in cameras],
+            "cam_intrinsic": [camera["cam_intrinsic"][:3, :3].copy() for camera in cameras],
         }
 
     def _annotations(self, info: dict) -> dict:
@@ -248,27 +228,19 @@ class NuScenes3DDetTrackDataset(Dataset):
             )
         boxes = info["gt_boxes"][mask]
         for problem, is_right in (
-            ("are NaN or infinite", np.isfinite(boxes)),
+            ("are NaN or infinite", np.isfinite(boxes[:, :7])),
             ("have no positive size", boxes[:, 3:6] > 0),
         ):
             wrong = np.flatnonzero(mask)[~is_right.all(axis=1)]
             if len(wrong):
                 raise InvalidInputError(f"{where} has boxes that {problem}: {wrong.tolist()} (gt_boxes)")
-        names = info["gt_names"][mask]
-        velocity = info["gt_velocity"][mask]
-        if not self.test_mode:
-            velocity = np.nan_to_num(velocity)
-        boxes = np.concatenate([boxes, velocity], axis=1)
-        labels = [self._label(name, where) for name in names.tolist()]
-        annotations = {
-            "gt_bboxes_3d": boxes,
-            "gt_labels_3d": np.array(labels, dtype=np.int64),
-            "gt_names": names,
-        }
-        if "gt_attributes" in info:
-            annotations["gt_attributes"] = info["gt_attributes"][mask]
-        if "instance_inds" in info:
-            tracks, repeated = without_repeats(info["instance_inds"][mask])
+        annotations = {key: info[key][mask] for key in _BOX_KEYS if key in info}
+        check_finite(where, **annotations)
+        labels = [self._label(name, where) for name in annotations["gt_names"].tolist()]
+        annotations["gt_labels_3d"] = np.array(labels, dtype=np.int64)
+        annotations["gt_bboxes_3d"] = boxes if self.test_mode else np.nan_to_num(boxes)
+        if "instance_inds" in annotations:
+            tracks, repeated = without_repeats(annotations["instance_inds"])
             if repeated:
                 self._warn_once(
                     "instance_inds",
@@ -281,10 +253,6 @@ class NuScenes3DDetTrackDataset(Dataset):
                 -2 - (zlib.crc32(str(info["token"]).encode()) << 16) - np.arange(len(untracked))
             )
             annotations["instance_inds"] = tracks
-        if "gt_agent_fut_trajs" in info:
-            futures = {key: info[key][mask].astype(np.float32) for key in _AGENT_KEYS}
-            check_finite(where, **futures)
-            annotations |= futures
         return annotations
 
     def _label(self, name: str, where: str) -> int:
@@ -364,8 +332,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             return None
         used = self._valid(info)
         tracks = info.get("instance_inds", np.full(len(used), -1))[used]
-        boxes = np.concatenate([info["gt_boxes"], info["gt_velocity"]], axis=1)[used]
-        boxes = moved_boxes(boxes, from_global @ lidar_to_global(info))
+        boxes = moved_boxes(info["gt_boxes"][used], from_global @ lidar_to_global(info))
         return TrackedBoxes(boxes[:, :7], boxes[:, 7:], without_repeats(tracks)[0])
 
     def _resolve(self, path: str) -> str:
@@ -385,8 +352,26 @@ class NuScenes3DDetTrackDataset(Dataset):
         return str(path if given.exists() else inside)
 
 
-_AGENT_KEYS = ("gt_agent_fut_trajs", "gt_agent_fut_masks")
-_EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
+_COPIED_KEYS = (
+    "token",
+    "scene_token",
+    "ego2global_translation",
+    "ego_status",
+    "map_annos",
+    "gt_ego_fut_trajs",
+    "gt_ego_fut_masks",
+    "gt_ego_fut_cmd",
+)
+_BOX_KEYS = ("gt_names", "gt_attributes", "instance_inds", "gt_agent_fut_trajs", "gt_agent_fut_masks")
+
+
+def _projection(camera: dict) -> np.ndarray:
+    """Return the matrix [4, 4] from the lidar frame to the pixels of a camera."""
+    to_lidar = pose_matrix(camera["sensor2lidar_translation"], camera["sensor2lidar_rotation"])
+    intrinsic, given = np.eye(4), camera["cam_intrinsic"]
+    rows, columns = given.shape
+    intrinsic[:rows, :columns] = given
+    return intrinsic @ np.linalg.inv(to_lidar)
 
 
 def without_repeats(tracks: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -60,7 +60,7 @@ class BBoxRotation(BaseTransform):
                 boxes[:] = moved_boxes(boxes, turn)
         for key in ("gt_agent_fut_trajs", "gt_ego_fut_trajs"):
             if key in results:
-                results[key] = (results[key] @ turn_xy).astype(np.float32)
+                results[key] = results[key] @ turn_xy
         if "map_annos" in results:
             turned = {}
             for label, lines in results["map_annos"].items():
@@ -85,7 +85,9 @@ class CircleObjectRangeFilter(BaseTransform):
     """
 
     def __init__(
-        self, class_dist_thred: Sequence[float] | float = (52.5,) * 5 + (31.5,) + (42,) * 3 + (31.5,)
+        self,
+        # Those of nuScenes' classes: five kinds of vehicles, barriers, three kinds of road users and cones.
+        class_dist_thred: Sequence[float] | float = (52.5, 52.5, 52.5, 52.5, 52.5, 31.5, 42, 42, 42, 31.5),
     ) -> None:
         self.class_dist_thred = class_dist_thred
 
