@@ -1,6 +1,6 @@
 """Gradients of parameters computed beside a backward pass, which does not wait for them."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from visdet.ops.fused import autocast_linear, parameter_gradients_go_to
 
-_Computation = tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]
+_Rows = tuple[Tensor, range]  # a leaf and some rows of it
+_Computation = tuple[Sequence[_Rows | None], Callable[[], Sequence[Tensor]]]
 
 _MAX_ROWS = 8192  # of a linear layer; more rows would hold much memory until the backward pass ends
 _TOGETHER = 32  # so many computations begin together
@@ -39,7 +40,7 @@ class LaterGradients(TorchFunctionMode):
         self._waiting: list[_Computation] = []
         # It keeps the memory that they read from being used for something else.
         self._begun: list[_Computation] = []
-        self._found: list[tuple[Tensor, range, Tensor]] = []
+        self._found: list[tuple[Any, Tensor]] = []  # rows of a leaf and their gradient
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -60,7 +61,7 @@ class LaterGradients(TorchFunctionMode):
             return F.linear(input, weight, bias)
         return autocast_linear(input, weight, bias, dtype)
 
-    def _rows_of(self, parameter: Tensor) -> tuple[Tensor, range] | None:
+    def _rows_of(self, parameter: Tensor) -> _Rows | None:
         """Return the leaf that a parameter is or that it is some rows of, and those rows."""
         leaf_of = self._leaves.get
         leaf = leaf_of(id(parameter))
@@ -75,11 +76,12 @@ class LaterGradients(TorchFunctionMode):
         return leaf, range(first, first + len(parameter))
 
     def _take(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> bool:
-        if not all(self._rows_of(parameter) for parameter in parameters):
+        places = list(map(self._rows_of, parameters))
+        if None in places:
             return False
         waiting = self._waiting
         streams = self._streams
-        waiting.append((parameters, compute))
+        waiting.append((places, compute))
         if streams:
             self._origins.add(torch.cuda.current_stream())
             if len(waiting) == _TOGETHER:
@@ -99,10 +101,8 @@ class LaterGradients(TorchFunctionMode):
     @torch.no_grad()
     def _compute(self) -> None:
         waiting = self._waiting
-        for parameters, compute in waiting:
-            for parameter, gradient in zip(parameters, compute(), strict=True):
-                if (place := self._rows_of(parameter)) is not None:
-                    self._found.append((*place, gradient))
+        for places, compute in waiting:
+            self._found += zip(places, compute(), strict=True)
         self._begun += waiting
         self._waiting = []
 
@@ -114,7 +114,7 @@ class LaterGradients(TorchFunctionMode):
 
     def has_found(self, leaf: Tensor) -> bool:
         """Return whether a leaf, or rows of it, got a gradient."""
-        return any(found is leaf for found, _, _ in self._found)
+        return any(found is leaf for (found, _), _ in self._found)
 
     def rounds(self, views: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Return pairs of a place and a gradient to be added there. The places of a round do not overlap.
@@ -123,20 +123,17 @@ class LaterGradients(TorchFunctionMode):
             views: pairs of a leaf and the tensor in which its gradient belongs.
         """
         view_of = {id(leaf): view for leaf, view in views}
-        rounds: list[list[tuple[Tensor, Tensor]]] = []
-        taken: list[dict[int, list[range]]] = []  # the rows of each leaf in each round
-        for leaf, rows, gradient in self._found:
+        rounds: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        # The rows of each leaf, and the rounds in which they are.
+        taken: dict[int, list[tuple[range, int]]] = defaultdict(list)
+        for (leaf, rows), gradient in self._found:
             key = id(leaf)
-            turn = 0
-            while turn < len(taken) and _overlaps(rows, taken[turn].get(key, ())):
-                turn += 1
-            if turn == len(taken):
-                taken.append({})
-                rounds.append([])
-            taken[turn].setdefault(key, []).append(rows)
+            before = taken[key]
+            number = max((other + 1 for others, other in before if _overlap(rows, others)), default=0)
+            before.append((rows, number))
             view = view_of[key]
-            rounds[turn].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
-        return rounds
+            rounds[number].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
+        return list(rounds.values())
 
 
 def _wait_for(streams: set[torch.cuda.Stream]) -> None:
@@ -146,7 +143,5 @@ def _wait_for(streams: set[torch.cuda.Stream]) -> None:
     streams.clear()
 
 
-def _overlaps(rows: range, others: Sequence[range]) -> bool:
-    start = rows.start
-    stop = rows.stop
-    return any(start < other.stop and other.start < stop for other in others)
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop

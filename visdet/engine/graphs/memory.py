@@ -91,11 +91,13 @@ class GraphMemory:
     def captures(self, keeps_activations: bool = False) -> Iterator[Capture]:
         """Run the block on the streams, after all earlier work and before all later work on the current stream.
 
-        Backward passes in the block run in this thread. For ``keeps_activations``, see ``Capture``.
+        Backward passes in the block run in this thread. The block shares no casts of weights by autocast with other
+        work. For ``keeps_activations``, see ``Capture``.
         """
         outer = torch.cuda.current_stream()
         inner = self.stream
         inner.wait_stream(outer)
+        torch.clear_autocast_cache()
         try:
             with (
                 torch.cuda.stream(inner),
@@ -104,6 +106,7 @@ class GraphMemory:
             ):
                 yield capture
         finally:
+            torch.clear_autocast_cache()
             outer.wait_stream(inner)
 
     def recording(self, graph: torch.cuda.CUDAGraph) -> Any:

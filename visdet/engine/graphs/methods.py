@@ -49,7 +49,7 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
         elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
     module = unwrapped(model)
-    kinds: list[type[GraphedMethod]] = [
+    kinds: list[type[GraphedLoss] | type[GraphedPrediction]] = [
         kind for kind in (GraphedLoss, GraphedPrediction) if has_stages(module, kind.method)
     ]
     if obstacle and GraphedLoss in kinds:
@@ -85,12 +85,12 @@ class GraphedMethod(ABC):
     """
 
     method: ClassVar[str]  # the name of the method whose stages are replayed
+    eager: ClassVar[str]  # the name of the method by which the model itself runs the stages
     learns: ClassVar[bool]  # whether it serves calls with gradients or those without
-    default_max_shapes: ClassVar[int]
 
-    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
+    def __init__(self, model: Any, max_shapes: int, say: Callable[[str], Any]) -> None:
         self.model = model
-        self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
+        self.max_shapes = max_shapes
         self._say = say
         self._graphs: dict[Any, Any] = {}
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
@@ -107,7 +107,7 @@ class GraphedMethod(ABC):
             with torch.cuda.device(inputs.device):
                 return self._run(inputs, data_samples, state)
         self.counts["without a GPU"] += 1
-        return self._run_without_graphs(inputs, data_samples, state)
+        return getattr(self.model, self.eager)(inputs, data_samples, state)
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
@@ -118,10 +118,6 @@ class GraphedMethod(ABC):
         if any(getattr(graph, "keeps_activations", False) for graph in graphs.values()):
             shapes += ", activations included that the config would compute again (with_cp, num_cp)"
         return f"graphs of {self.method}: {counts_in_words(self.counts, 'batches')}; {shapes}"
-
-    @abstractmethod
-    def _run_without_graphs(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
-        """Return the result and the state as the model itself computes them."""
 
     @abstractmethod
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
@@ -228,19 +224,14 @@ class GraphedLoss(GraphedMethod):
     """
 
     method = "loss"
+    eager = "losses_and_state"
     learns = True
-    # Those that are captured when a run of planned batches begins, and some others.
-    default_max_shapes = 24
 
-    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
+    # The shapes are those that are captured when a run of planned batches begins, and some others.
+    def __init__(self, model: Any, max_shapes: int = 24, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self.gradients = Gradients()
         self.wrapper: Any = None
-
-    def _run_without_graphs(
-        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
-    ) -> tuple[dict[str, Tensor], Any]:
-        return self.model.losses_and_state(inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[dict[str, Tensor], Any]:
         return self.model.losses_and_state(inputs, data_samples, state, self._losses_and_state)
@@ -314,10 +305,11 @@ class GraphedPrediction(GraphedMethod):
     """
 
     method = "predict"
+    eager = "predictions_and_state"
     learns = False
-    default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
 
-    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
+    # Validation sees more shapes than training, and keeps no activations of them.
+    def __init__(self, model: Any, max_shapes: int = 64, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
         # The graphs that the last call replayed, and what they gave.
@@ -330,11 +322,6 @@ class GraphedPrediction(GraphedMethod):
         self._read_by_features = [
             tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
         ]
-
-    def _run_without_graphs(
-        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
-    ) -> tuple[list[Any], Any]:
-        return self.model.predictions_and_state(inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
         model = self.model

@@ -1,7 +1,8 @@
 """The CUDA graphs of a training step and of a prediction, for batches of one shape."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
-from visdet.execution.capture import Capture
 from visdet.execution.later_gradients import LaterGradients
 from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors, tensors_of
 
@@ -119,7 +119,8 @@ class GraphedStep:
                 return losses, torch.autograd.grad(total, list(learning.values()), allow_unused=True)
 
         later = self._later()
-        with self._captures(), _casts_of_its_own(), nothing_changes(model), later.taking():
+        captures = self.memory.captures(self.keeps_activations)
+        with captures, nothing_changes(model), later.taking():
             losses, found = with_leaves(model, leaves, run)
             later.join()
         used = [
@@ -154,12 +155,10 @@ class GraphedStep:
         """
         self.graphs: list[Any] = []
         later = self._later()
-        with self._captures() as capture, _casts_of_its_own(), later.taking():
+        captures = self.memory.captures(self.keeps_activations)
+        with captures as capture, later.taking():
             with_leaves(self.model, self.half.leaves, lambda: self._capture(later))
         self.tables = capture.tables
-
-    def _captures(self) -> AbstractContextManager[Capture]:
-        return self.memory.captures(self.keeps_activations)
 
     def _recording(self) -> Any:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -231,22 +230,34 @@ def recomputes(model: nn.Module) -> bool:
     return any(getattr(part, "with_cp", False) or getattr(part, "num_cp", 0) > 0 for part in model.modules())
 
 
-class GraphedFeatures:
-    """The graph of the features of images of one shape, and the tensors that it reads and writes.
+class _GraphOfPrediction(ABC):
+    """The graph of a part of a prediction for one shape, and the tensors that it reads and writes.
 
-    The constructor runs the images once, so that libraries have made their plans. ``capture`` makes the graph.
+    The constructor computes the part once, so that libraries have made their plans and tables are cached. ``capture``
+    makes the graph. The memory of the weights that it reads is kept. A replay is therefore safe even if the weights
+    have moved since, though its result is then out of date.
 
     Args:
-        model: the detector. images: the images. memory: what all graphs share.
+        model: the detector. memory: what all graphs share.
         weights: the parameters and buffers of the model that the graph reads.
+
+    Attributes:
+        graph: the graph, which is None before the capture.
+        result: what the part has returned, which each replay writes anew.
     """
 
-    def __init__(self, model: Any, images: Tensor, memory: GraphMemory, weights: Sequence[Tensor]) -> None:
+    graph: Any = None
+
+    def __init__(self, model: Any, memory: GraphMemory, weights: Iterable[Tensor]) -> None:
         self.model = model
-        self.images = images.clone()
-        self.recorded = _Recorded(model, memory, weights)
-        self.features = self.recorded.try_out(lambda: model.image_features(self.images))
-        self.is_captured = False
+        self.memory = memory
+        self.kept = [weight.detach() for weight in weights]
+        with memory.captures(), nothing_changes(model):
+            self.result = self.compute()
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """Return what the graph computes."""
 
     def capture(self) -> None:
         """Record the graph.
@@ -254,53 +265,64 @@ class GraphedFeatures:
         Raises:
             RuntimeError: something in it cannot be captured.
         """
-        self.features = self.recorded.capture(lambda: self.model.image_features(self.images))
-        self.is_captured = True
+        memory = self.memory
+        graph = torch.cuda.CUDAGraph()
+        with memory.captures() as capture, memory.recording(graph):
+            self.result = self.compute()
+        self.graph = graph
+        self.tables = capture.tables
+
+
+class GraphedFeatures(_GraphOfPrediction):
+    """The graph of the features of images of one shape.
+
+    Args:
+        model, memory, weights: see the base class. images: the images.
+    """
+
+    def __init__(self, model: Any, images: Tensor, memory: GraphMemory, weights: Sequence[Tensor]) -> None:
+        self.images = images.clone()
+        super().__init__(model, memory, weights)
+
+    def compute(self) -> Any:
+        return self.model.image_features(self.images)
 
     def is_of(self, images: Tensor) -> bool:
         """Return whether the graph is there, and one of images of this shape."""
-        return self.is_captured and layout_of(images) == layout_of(self.images)
+        return self.graph is not None and layout_of(images) == layout_of(self.images)
 
     def __call__(self, images: Tensor) -> None:
-        """Write the features of images of this shape to ``features``."""
+        """Compute the features of images of this shape."""
         self.images.copy_(images, non_blocking=True)
-        self.recorded.graph.replay()
+        self.graph.replay()
 
 
-class GraphedDetections:
-    """The graph of the detections of one shape, and the tensors that it reads and writes.
-
-    The constructor runs ``batch`` once, so that libraries have made their plans and tables are cached.
+class GraphedDetections(_GraphOfPrediction):
+    """The graph of the detections of one shape.
 
     Args:
-        model: the detector. batch: a batch of this shape. memory: what all graphs share.
+        model, memory: see the base class. batch: a batch of this shape.
         features: the graph of the features that ``detections`` takes, or None if it takes the batch alone.
     """
 
     def __init__(
         self, model: Any, batch: Any, memory: GraphMemory, features: GraphedFeatures | None = None
     ) -> None:
-        self.model = model
         self.features = features
         self.batch = map_tensors(Tensor.clone, batch)
-        self.recorded = _Recorded(model, memory, [*model.parameters(), *model.buffers()])
-        self.recorded.try_out(self._detections)
+        super().__init__(model, memory, (*model.parameters(), *model.buffers()))
 
-    def _detections(self) -> Any:
+    def compute(self) -> Any:
         features = self.features
-        parts = () if features is None else (features.features,)
+        parts = () if features is None else (features.result,)
         return self.model.detections(self.batch, *parts)
 
     def capture(self) -> None:
-        """Record the graph, and the graph of the features unless another shape has it.
-
-        Raises:
-            RuntimeError: something in them cannot be captured.
-        """
+        """Record the graph, and the graph of the features unless another shape has it."""
         features = self.features
-        if features is not None and not features.is_captured:
+        if features is not None and features.graph is None:
             features.capture()
-        self.detections = self.recorded.capture(self._detections)
+        super().capture()
 
     def __call__(self, batch: Any, begun: GraphedFeatures | None = None) -> Any:
         """Return the detections of a batch of this shape.
@@ -316,35 +338,8 @@ class GraphedDetections:
             if begun is not features:
                 features(batch.images)
             _copy(replace(own, images=None), replace(batch, images=None))
-        self.recorded.graph.replay()
-        return _copied(self.detections)
-
-
-class _Recorded:
-    """A graph of a function of a model in evaluation.
-
-    The memory of the weights that it reads is kept. A replay is therefore safe even if the weights have moved since,
-    though its result is then out of date.
-    """
-
-    def __init__(self, model: Any, memory: GraphMemory, weights: Sequence[Tensor]) -> None:
-        self.model = model
-        self.kept = [weight.detach() for weight in weights]
-        self.memory = memory
-
-    def try_out(self, function: Callable[[], Any]) -> Any:
-        """Return the result of the function without a graph."""
-        with self.memory.captures(), _casts_of_its_own(), nothing_changes(self.model):
-            return function()
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        """Record the graph, and return the result of the function, which each replay writes anew."""
-        memory = self.memory
-        self.graph = graph = torch.cuda.CUDAGraph()
-        with memory.captures() as capture, _casts_of_its_own(), memory.recording(graph):
-            result = function()
-        self.tables = capture.tables
-        return result
+        self.graph.replay()
+        return _copied(self.result)
 
 
 class _Replay(torch.autograd.Function):
@@ -372,19 +367,6 @@ class _Replay(torch.autograd.Function):
             )
         memory.replays += 1
         return None, None, *step.add_gradients(grad_of_losses)
-
-
-@contextmanager
-def _casts_of_its_own() -> Iterator[None]:
-    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
-    enabled = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda")
-    torch.clear_autocast_cache()
-    try:
-        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
-            yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -93,14 +93,14 @@ class GraphedUpdate:
         """Bring the learning rates of all groups to the device, if they have changed."""
         groups = optimizer.param_groups
         values = [float(group["lr"]) for group in groups]
-        if len(values) != len(self._rates):
+        if values == self._values:
+            return
+        if len(values) != len(self._values):
             device = groups[0]["params"][0].device
             self._rates = [torch.zeros((), device=device) for _ in values]
-            self._values = []
-        if values != self._values:
-            for rate, value in zip(self._rates, values, strict=True):
-                rate.fill_(value)
-            self._values = values
+        for rate, value in zip(self._rates, values, strict=True):
+            rate.fill_(value)
+        self._values = values
 
     def _capture(self, wrapper: OptimWrapper) -> None:
         """Record the graph. Nothing is updated."""
@@ -182,7 +182,7 @@ def rates_on_device(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]
     a large one among small ones would be left to a part of the GPU.
     """
     groups = optimizer.param_groups
-    before = [{name: group.get(name) for name in ("lr", "capturable", "fused", "params")} for group in groups]
+    before = [dict(group) for group in groups]
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(rates[0].device)
@@ -195,4 +195,4 @@ def rates_on_device(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]
         yield
     finally:
         for group, options in zip(groups, before, strict=True):
-            group.update({name: value for name, value in options.items() if name in group})
+            group.update(options)
