@@ -166,17 +166,9 @@ class RunnerInterface:
     get_hooks_info = Runner.get_hooks_info
 
     # mmengine's hooks ask whether a loop has been built, and whether training continues from a checkpoint.
-    @property
-    def _train_loop(self) -> TrainLoop | None:
-        return vars(self).get("train_loop")
-
-    @property
-    def _val_loop(self) -> EvaluationLoop | None:
-        return vars(self).get("val_loop")
-
-    @property
-    def _test_loop(self) -> EvaluationLoop | None:
-        return vars(self).get("test_loop")
+    _train_loop: TrainLoop | None = None
+    _val_loop: EvaluationLoop | None = None
+    _test_loop: EvaluationLoop | None = None
 
     @property
     def _resume(self) -> bool:
@@ -184,11 +176,13 @@ class RunnerInterface:
 
     @property
     def epoch(self) -> Any:
-        return self._train_loop.epoch if self._train_loop else 0
+        loop = self._train_loop
+        return loop.epoch if loop else 0
 
     @property
     def iter(self) -> Any:
-        return self._train_loop.iter if self._train_loop else 0
+        loop = self._train_loop
+        return loop.iter if loop else 0
 
     max_epochs = property(attrgetter("train_loop.max_epochs"))
     max_iters = property(attrgetter("train_loop.max_iters"))

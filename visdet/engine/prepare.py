@@ -50,7 +50,7 @@ def set_resume(cfg: Config, resume: str) -> None:
         cfg: the config, which is changed.
         resume: 'auto' for the newest checkpoint of the work_dir, a checkpoint file, or the folder of another run.
     """
-    cfg.resume = AUTO if resume == AUTO else os.path.expanduser(resume)
+    cfg.resume = os.path.expanduser(resume)
 
 
 def enable_amp(cfg: Config) -> None:

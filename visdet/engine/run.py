@@ -72,8 +72,6 @@ def train(
     Raises:
         UserError: the config, an option or the data cannot be used. The message says why.
     """
-    if isinstance(resume, bool):
-        resume = "auto" if resume else None
     if config is None and names_checkpoint(from_):
         config = from_
     if config is None:
@@ -92,7 +90,7 @@ def train(
     if from_:
         cfg.load_from, cfg.strict_load = os.path.expanduser(from_), False
     if resume:
-        set_resume(cfg, os.fspath(resume))
+        set_resume(cfg, "auto" if resume is True else os.fspath(resume))
     elif not cfg.get("resume"):
         cfg.work_dir = agreed_folder(cfg.work_dir, cfg.launcher, cfg.get("env_cfg"))
     with no_empty_folders(cfg.work_dir), training_defaults():

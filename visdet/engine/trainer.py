@@ -160,17 +160,19 @@ class DetRunner(RunCheckpoints):
 
     @functools.cached_property
     def train_loop(self) -> TrainLoop:
-        loop = build.build_train_loop(self)
+        self._train_loop = loop = build.build_train_loop(self)
         self.visualizer.dataset_meta = getattr(loop.dataloader.dataset, "metainfo", None)
         return loop
 
     @functools.cached_property
     def val_loop(self) -> EvaluationLoop | None:
-        return self._evaluation_loop("val")
+        self._val_loop = loop = self._evaluation_loop("val")
+        return loop
 
     @functools.cached_property
     def test_loop(self) -> EvaluationLoop | None:
-        return self._evaluation_loop("test")
+        self._test_loop = loop = self._evaluation_loop("test")
+        return loop
 
     def _evaluation_loop(self, stage: str) -> EvaluationLoop | None:
         if self.cfg.get(f"{stage}_cfg") is None:

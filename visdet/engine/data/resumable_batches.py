@@ -32,7 +32,7 @@ class SeededBatch(list):
         key: numbers that identify the batch within the run and from which the seed is made.
     """
 
-    def __init__(self, indices: Iterable[Any] = (), key: tuple[int, ...] = ()) -> None:
+    def __init__(self, indices: Iterable[Any], key: tuple[int, ...]) -> None:
         super().__init__(list.__iter__(indices) if isinstance(indices, list) else indices)
         self.indices = indices
         self.key = key

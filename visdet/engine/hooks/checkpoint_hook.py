@@ -30,6 +30,7 @@ class CheckpointHook(_CheckpointHook):
     """
 
     file_backend: Any
+    last_ckpt: Any
     # The iterations after which the last checkpoint was saved, if that was before their validation, and its file.
     _lacks_thresholds_of, _saved_file = -1, None
 
@@ -98,7 +99,7 @@ class CheckpointHook(_CheckpointHook):
         is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
         thresholds = thresholds_of(runner.val_evaluator.metrics) if is_of_now else {}
         # Another process may have replaced the file.
-        if thresholds and self.last_ckpt and self._saved_file == _identity(self.last_ckpt) is not None:
+        if thresholds and self._saved_file == _identity(self.last_ckpt) is not None:
             add_thresholds(self.last_ckpt, thresholds)
 
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
@@ -172,9 +173,9 @@ class _LateRemoval:
         self.outdated.clear()
 
 
-def _identity(path: str | None) -> tuple[int, int, int] | None:
+def _identity(path: str) -> tuple[int, int, int] | None:
     """Return what tells a local file from another one of its name, or None if there is none."""
-    if path is None or not os.path.isfile(path):
+    if not os.path.isfile(path):
         return None
     facts = os.stat(path)
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
@@ -182,6 +183,5 @@ def _identity(path: str | None) -> tuple[int, int, int] | None:
 
 def _size_of_checkpoint(model: nn.Module) -> int:
     """Return the bytes of a checkpoint, in which an optimizer keeps two numbers for each weight that it trains."""
-    weights = [*model.parameters(), *model.buffers()]
-    trained = [weight for weight in weights if weight.requires_grad]
-    return sum(weight.nbytes for weight in [*weights, *trained, *trained])
+    weights = (*model.parameters(), *model.buffers())
+    return sum(weight.nbytes * (3 if weight.requires_grad else 1) for weight in weights)

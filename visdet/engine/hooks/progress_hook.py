@@ -41,8 +41,8 @@ class ProgressHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Take over the terminal."""
         if self.interval is None:
-            loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
-            self.interval = loggers[0].interval if loggers else 50
+            of_loggers = (hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook))
+            self.interval = next(of_loggers, 50)
         # The bar is drawn without a thread, which could hold a lock at the moment when a data worker is forked.
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -97,8 +97,7 @@ class ProgressHook(Hook):
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics in a line that stays on the terminal."""
-        self._end("val")
-        self._say_metrics(f"val  {self._position(runner, 0)}", metrics)
+        self._end_evaluation("val", f"val  {self._position(runner, 0)}", metrics)
 
     def before_test(self, runner: Any) -> None:
         """Begin the test bar."""
@@ -106,8 +105,7 @@ class ProgressHook(Hook):
 
     def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics."""
-        self._end("test")
-        self._say_metrics("test", metrics)
+        self._end_evaluation("test", "test", metrics)
 
     def _begin(self, stage: str, total: int, done: int) -> None:
         self._stage_began = time.monotonic()
@@ -128,7 +126,8 @@ class ProgressHook(Hook):
         if not tasks:
             self.on_exit()
 
-    def _say_metrics(self, head: str, metrics: dict | None) -> None:
+    def _end_evaluation(self, stage: str, head: str, metrics: dict | None) -> None:
+        self._end(stage)
         shown = [
             f"{name} {_number(value)}"
             for name, value in (metrics or {}).items()  # those of single classes have two slashes
@@ -148,7 +147,7 @@ class ProgressHook(Hook):
         losses = {name: smoothed(name) for name in (outputs if with_parts else ("loss",)) if name in outputs}
         loss = f"loss {_number(losses.pop('loss'))}" if "loss" in losses else ""
         parts = _loss_parts(losses)
-        lr = hub.get_scalar("train/lr" if "train/lr" in known else "train/base_lr").current()
+        lr = hub.get_scalar("train/lr").current()
         words = [
             self._position(runner, 1) if with_parts else "",
             loss,

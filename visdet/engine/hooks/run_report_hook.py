@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,10 +28,6 @@ class RunReportHook(Hook):
     """Prints a summary of the run before training, and the AP of each class and the written files after it."""
 
     priority = "LOWEST"
-
-    def __init__(self) -> None:
-        self.metrics: dict = {}
-        self.files: list[str] = []
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
@@ -63,24 +60,14 @@ class RunReportHook(Hook):
         for name, row in rows.items():
             say(f"{name:<10} {row}")
 
-    def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Keep the newest metrics."""
-        self.metrics = metrics or {}
-
-    def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Keep the metrics, and write and draw the precision over the recall of each class."""
-        self.metrics = metrics or {}
-        if is_main_process():
-            self.files = write_curves(runner.test_evaluator.metrics, runner.work_dir)
-
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
         loop, work_dir, done, total = runner.train_loop, runner.work_dir, runner.iter, runner.max_iters
         if runner.val_loop is not None:
-            self._print_metrics(runner.val_evaluator)
-        if getattr(loop, "stop_training", False) and done < total:
+            _print_metrics(runner.val_evaluator, runner.metrics)
+        if loop.stop_training and done < total:
             reasons = [
-                f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}, the best was "
+                f"EarlyStoppingHook: {hook.monitor} is {runner.metrics.get(hook.monitor)}, the best was "
                 f"{hook.best_score:.4g}, and {hook.wait_count} validations brought no more"
                 for hook in runner.hooks
                 if isinstance(hook, EarlyStoppingHook)
@@ -107,26 +94,27 @@ class RunReportHook(Hook):
         say(f"  visdet curves {folder}")
 
     def after_test(self, runner: Any) -> None:
-        """Print the AP of each class."""
-        self._print_metrics(runner.test_evaluator)
-        for file in self.files:
+        """Print the AP of each class, and write and draw the precision over the recall of each class."""
+        evaluator = runner.test_evaluator
+        _print_metrics(evaluator, runner.metrics)
+        for file in write_curves(evaluator.metrics, runner.work_dir) if is_main_process() else ():
             say(f"curves: {short_path(file)}")
         say(f"log: {short_path(runner.logger.log_file)}")
 
-    def _print_metrics(self, evaluator: Any) -> None:
-        """Print a table with one row per class and one for all classes, for each metric that has results per class."""
-        for metric in evaluator.metrics:
-            rows = getattr(metric, "classwise_results", None)
-            if not rows:
-                continue
-            names = [name for name in rows[0] if name.startswith(("mAP", "AP"))]
-            total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)}
-            for name, value in self.metrics.items():
-                total[name.split("/", 1)[-1].removeprefix("bbox_")] = value
-            table = []
-            for row in (*rows, total):
-                table.append([row.get(name, math.nan) for name in ("name", "num_boxes", *names)])
-            say(table_text(("class", "boxes", *names), table))
+
+def _print_metrics(evaluator: Any, values: Mapping[str, Any]) -> None:
+    """Print a table with one row per class and one for all classes, for each metric that has results per class."""
+    of_all = {name.split("/", 1)[-1].removeprefix("bbox_"): value for name, value in values.items()}
+    for metric in evaluator.metrics:
+        rows = getattr(metric, "classwise_results", None)
+        if not rows:
+            continue
+        names = [name for name in rows[0] if name.startswith(("mAP", "AP"))]
+        total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows), **of_all}
+        table = []
+        for row in (*rows, total):
+            table.append([row.get(name, math.nan) for name in ("name", "num_boxes", *names)])
+        say(table_text(("class", "boxes", *names), table))
 
 
 def _validations(loop: Any) -> str:

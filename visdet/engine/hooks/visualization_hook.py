@@ -116,18 +116,16 @@ class DetVisualizationHook(Hook):
         runner: Any,
         batch_idx: int,
         data_batch: Any = None,
-        outputs: list[BaseDataElement] | None = None,
+        outputs: Any = None,
     ) -> None:
         """Keep the first images for the sheet and, with ``draw``, draw the first image of some batches."""
         if get_rank() != 0:
             return
-        pairs = list(zip(data_batch["inputs"], outputs or (), strict=True))
+        pairs = list(zip(data_batch["inputs"], outputs, strict=True))
         for inputs, sample in pairs[: self.num_val_pictures - len(self._sheet)]:
             self._sheet.append((image_of(sample, inputs, is_bgr(runner.cfg)), sample.to("cpu")))
-        if self.draw and outputs and batch_idx % self.interval == 0:
-            # In a run that does not train, reading ``runner.iter`` would build the training loop.
-            step = runner.iter if self._trains else 0
-            self._draw(runner, *pairs[0], "val_img", step + batch_idx, None)
+        if self.draw and batch_idx % self.interval == 0:
+            self._draw(runner, *pairs[0], "val_img", runner.iter + batch_idx, None)
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Draw the sheet."""
@@ -161,12 +159,12 @@ class DetVisualizationHook(Hook):
         runner: Any,
         batch_idx: int,
         data_batch: Any = None,
-        outputs: list[BaseDataElement] | None = None,
+        outputs: Any = None,
     ) -> None:
         """Draw every image if ``draw`` or ``test_out_dir`` is set."""
         if not self.draws_tests:
             return
-        for inputs, sample in zip(data_batch["inputs"], outputs or (), strict=True):
+        for inputs, sample in zip(data_batch["inputs"], outputs, strict=True):
             self._images_tested = number = self._images_tested + 1
             path = None
             if self.test_out_dir is not None:
