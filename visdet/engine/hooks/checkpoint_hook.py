@@ -107,10 +107,10 @@ class CheckpointHook(_CheckpointHook):
             return
         wanted = self.key_indicators
         missing = [name for name in wanted if name != "auto" and name not in metrics]
-        if missing or not metrics:
+        if missing:
             raise ConfigError(
-                f"save_best of the checkpoint hook: validation returned no metric "
-                f"{missing[0] if missing else 'at all'}; there are {', '.join(metrics) or 'none'}"
+                f"save_best of the checkpoint hook: validation returned no metric {missing[0]}; there are "
+                f"{', '.join(metrics)}"
             )
         undefined = undefined_metrics(metrics, runner.val_evaluator.metrics)
         super()._save_best_checkpoint(runner, metrics | dict.fromkeys(undefined))

@@ -144,7 +144,7 @@ class ProgressHook(Hook):
             return float(hub.get_scalar(f"train/{name}").mean(window))
 
         known = hub.log_scalars
-        losses = {name: smoothed(name) for name in (outputs if with_parts else ("loss",)) if name in outputs}
+        losses = {name: smoothed(name) for name in outputs if with_parts or name == "loss"}
         loss = f"loss {_number(losses.pop('loss'))}" if "loss" in losses else ""
         parts = _loss_parts(losses)
         lr = hub.get_scalar("train/lr").current()

@@ -178,12 +178,13 @@ class AmpOptimWrapper(OptimWrapper):
         if name not in ("bfloat16", "float16"):
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
         self.cast_dtype = getattr(torch, name)
-        self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        self.loss_scaler = None
-        if self.cast_dtype is torch.float16:
-            given = {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
-            options = loss_scale if isinstance(loss_scale, dict) else given
-            self.loss_scaler = torch.amp.GradScaler(self.device_type, **options)
+        options = loss_scale if isinstance(loss_scale, dict) else {}
+        self._fixed_scale = None
+        if isinstance(loss_scale, int | float):
+            self._fixed_scale = options["init_scale"] = float(loss_scale)
+        # For bfloat16, it does nothing.
+        scales = name == "float16" and options.get("enabled", True)
+        self.loss_scaler = torch.amp.GradScaler(self.device_type, **{**options, "enabled": scales})
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -193,15 +194,11 @@ class AmpOptimWrapper(OptimWrapper):
 
     def backward(self, loss: Tensor, **backward_args: Any) -> None:
         """Accumulate the gradients of ``loss``. If the dtype is float16, the loss is scaled first."""
-        scaler = self.loss_scaler
-        super().backward(loss if scaler is None else scaler.scale(loss), **backward_args)
+        super().backward(self.loss_scaler.scale(loss), **backward_args)
 
     def update(self, **step_args: Any) -> None:
         """Clip the gradients and update the parameters, unless a float16 gradient is not finite."""
         scaler = self.loss_scaler
-        if scaler is None:
-            super().update(**step_args)
-            return
         optimizer = self.optimizer
         if self.clip_grad_kwargs:
             scaler.unscale_(optimizer)
@@ -212,16 +209,13 @@ class AmpOptimWrapper(OptimWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and, for float16, the state of the scaler under 'loss_scaler'."""
         state = super().state_dict()
-        scaler = self.loss_scaler
-        if scaler is not None:
-            state["loss_scaler"] = scaler.state_dict()
+        if scaler_state := self.loss_scaler.state_dict():
+            state["loss_scaler"] = scaler_state
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, which may come from a wrapper without a scaler."""
         state = dict(state_dict)
-        scaler_state = state.pop("loss_scaler", None)
-        scaler = self.loss_scaler
-        if scaler_state and scaler is not None:
-            scaler.load_state_dict(scaler_state)
+        if scaler_state := state.pop("loss_scaler", None):
+            self.loss_scaler.load_state_dict(scaler_state)
         super().load_state_dict(state)
