@@ -98,8 +98,8 @@ def test_nothing_is_done_without_a_gpu_or_a_plan():
     loader, model = loader_of([(48, 64)] * 4), model_of()
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     model.loss = None
-    prepare_sizes(model, wrapper, loader, [], logging.getLogger("planned"))
-    prepare_sizes(model, wrapper, DataLoader([1]), [], logging.getLogger("planned"))
+    prepare_sizes(model, wrapper, loader, None, logging.getLogger("planned"))
+    prepare_sizes(model, wrapper, DataLoader([1]), None, logging.getLogger("planned"))
 
 
 @pytest.mark.cuda
@@ -110,7 +110,7 @@ def test_all_steps_of_a_run_are_replayed_and_memory_does_not_grow():
     wrapper.initialize_count_status(model, 0, 100)
     graphs = GraphedLoss(model)
     state, before = torch.cuda.get_rng_state(), parameters_to_vector(model.parameters()).detach()
-    prepare_sizes(model, wrapper, loader, [graphs], logging.getLogger("planned"))
+    prepare_sizes(model, wrapper, loader, graphs, logging.getLogger("planned"))
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.equal(parameters_to_vector(model.parameters()), before)
     assert all(parameter.grad is None for parameter in model.parameters())

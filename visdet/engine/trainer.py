@@ -237,7 +237,7 @@ class DetRunner(RunCheckpoints):
         is_compiled = bool(cfg.get("compile"))
         with living_objects_not_collected(), compilations_told(is_compiled), signals_noted() as self._signal:
             model.train()
-            prepare_sizes(unwrapped(model), optim_wrapper, loop.dataloader, graphs.values(), self.logger)
+            prepare_sizes(unwrapped(model), optim_wrapper, loop.dataloader, graphs.get("loss"), self.logger)
             if loop.by_epoch:
                 self._train_by_epochs(loop)
             else:

@@ -1,6 +1,6 @@
 """16-bit leaves that stand in for the parameters which autocast would cast, so that a few kernels cast them all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,15 @@ from visdet.execution.tensor_tree import tensors_of
 
 
 class CastsNoted(TorchDispatchMode):
-    """Notes which of some tensors are cast to the type of autocast, and otherwise not used.
+    """Notes which of some tensors that learn are cast to the type of autocast, and otherwise not used.
 
     Args:
         tensors: the tensors. dtype: the type of autocast.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self._watched = {id(tensor): tensor for tensor in tensors}
+        self._watched = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         self._dtype = dtype
         self._cast: set[int] = set()
         self._used: set[int] = set()

@@ -41,25 +41,29 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
     if not config.get("graph", True) or not torch.cuda.is_available():
         return {}
     say = logger.info
-    obstacle = ""
-    wrapper = model if is_model_wrapper(model) else None
-    if wrapper is not None:
-        if not isinstance(model, DistributedDataParallel):
-            obstacle = f"graphs need the whole model in each process, but {type(model).__name__} may split it"
-        elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
-            obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
     module = unwrapped(model)
-    kinds: list[type[GraphedLoss] | type[GraphedPrediction]] = [
-        kind for kind in (GraphedLoss, GraphedPrediction) if has_stages(module, kind.method)
-    ]
-    if obstacle and GraphedLoss in kinds:
-        say(f"graph: training steps run eagerly, because {obstacle}")
-        kinds.remove(GraphedLoss)
-    graphs: dict[str, Any] = {kind.method: kind(module, say=say) for kind in kinds}
-    if GraphedLoss in kinds:
-        graphs["loss"].wrapper = wrapper
-        graphs["update"] = GraphedUpdate(say=say)
+    graphs: dict[str, Any] = {}
+    if has_stages(module, "loss"):
+        if obstacle := _obstacle_to_steps(model):
+            say(f"graph: training steps run eagerly, because {obstacle}")
+        else:
+            graphs["loss"] = losses = GraphedLoss(module, say=say)
+            losses.wrapper = None if model is module else model
+            graphs["update"] = GraphedUpdate(say=say)
+    if has_stages(module, "predict"):
+        graphs["predict"] = GraphedPrediction(module, say=say)
     return graphs
+
+
+def _obstacle_to_steps(model: nn.Module) -> str:
+    """Return why the training steps of a model or its wrapper cannot be graphs, or "" if nothing speaks against it."""
+    if not is_model_wrapper(model):
+        return ""
+    if not isinstance(model, DistributedDataParallel):
+        return f"graphs need the whole model in each process, but {type(model).__name__} may split it"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+        return "SyncBatchNorm exchanges statistics within the forward pass"
+    return ""
 
 
 def share_gradients(graphs: Mapping[str, Any], optim_wrapper: Any) -> None:

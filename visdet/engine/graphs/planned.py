@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,11 @@ class MemoryNotEnoughError(UserError):
 
 
 def prepare_sizes(
-    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Iterable[Any], logger: logging.Logger
+    model: nn.Module,
+    optim_wrapper: OptimWrapper,
+    dataloader: Any,
+    steps: GraphedLoss | None,
+    logger: logging.Logger,
 ) -> None:
     """Try a training step of the largest batch, and capture one of each size, so that no later step needs more memory.
 
@@ -36,7 +39,7 @@ def prepare_sizes(
         model: the model without its wrapper, in training mode.
         optim_wrapper: the optimizer's wrapper, under whose autocast steps run.
         dataloader: the loader of the training data.
-        graphs: the objects that replay the model's methods.
+        steps: what replays the training steps, or None.
         logger: gets a line about the sizes.
 
     Raises:
@@ -44,8 +47,7 @@ def prepare_sizes(
     """
     batches: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
     plan = getattr(batches, "plan", None)
-    is_one_optimizer = isinstance(optim_wrapper, OptimWrapper)
-    if plan is None or not plan.sizes or not is_one_optimizer or not next(model.parameters()).is_cuda:
+    if plan is None or not plan.sizes or not next(model.parameters()).is_cuda:
         return
     begin = perf_counter()
     with preserved_random_state(), nothing_changes(model):
@@ -58,7 +60,7 @@ def prepare_sizes(
         imagined = ImaginedBatches(model, optim_wrapper, dataloader.collate_fn, example, plan)
         imagined.try_largest(batches.batch_size)
         captured = 0
-        for steps in (method for method in graphs if isinstance(method, GraphedLoss)):
+        if steps is not None:
             for number, size, boxes in shapes_of(batches, plan):
                 with optim_wrapper.optim_context(steps.wrapper or model):
                     captured += steps.capture(**imagined.batch(number, size, boxes))

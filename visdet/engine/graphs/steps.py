@@ -51,7 +51,7 @@ class GraphedStep:
         example: Any,
         memory: GraphMemory,
         gradients: Gradients,
-        handed_on: Sequence[nn.Parameter] = (),
+        handed_on: Sequence[nn.Parameter],
     ) -> None:
         self.model = model
         self.memory = memory
@@ -70,9 +70,8 @@ class GraphedStep:
             return self.assignment
 
         plain = leaves_in_place_of(model)
-        learning = [leaf for leaf in plain.values() if leaf.requires_grad]
         dtype = torch.get_autocast_dtype("cuda")
-        casts = CastsNoted(learning if torch.is_autocast_enabled("cuda") else [], dtype)
+        casts = CastsNoted(plain.values() if torch.is_autocast_enabled("cuda") else (), dtype)
         copies = memory.half_copies
         self.half = HalfLeaves(plain, (), dtype, copies)
         self.hooked = hooked = set(handed_on)
