@@ -30,13 +30,28 @@ class Backbone(BaseModule):
     Args:
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` (see ``load_pretrained``) or mmengine's initialisers.
         default: the initialisers of all weights if ``init_cfg`` is None or a checkpoint.
+        num_stages: the number of stages. out_indices: the stages to return.
+        frozen_stages: the number of stages that are frozen together with what precedes them, or -1.
     """
 
-    def __init__(self, init_cfg: Any, default: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        init_cfg: Any,
+        default: list[dict[str, Any]],
+        num_stages: int,
+        out_indices: Sequence[int],
+        frozen_stages: int,
+    ) -> None:
         options = dict(init_cfg) if isinstance(init_cfg, dict) else {}
         is_pretrained = options.pop("type", None) == "Pretrained"
         super().__init__(default if is_pretrained or init_cfg is None else init_cfg)
         self.pretrained = options if is_pretrained else None
+        self.out_indices = tuple(out_indices)
+        self.frozen_stages = frozen_stages
+        if not all(0 <= index < num_stages for index in self.out_indices):
+            raise InvalidInputError(
+                f"{type(self).__name__}: out_indices must be stages 0..{num_stages - 1}, got {self.out_indices}"
+            )
 
     def load_pretrained(
         self, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -45,21 +60,15 @@ class Backbone(BaseModule):
         if self.pretrained is not None:
             load_pretrained(self, convert=convert, **self.pretrained)
 
-    def check_stages(self, out_indices: Sequence[int], num_stages: int) -> None:
-        """Raise an InvalidInputError unless the stages to return are some of those that there are."""
-        if not all(0 <= index < num_stages for index in out_indices):
-            raise InvalidInputError(
-                f"{type(self).__name__}: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
-            )
-
     @abstractmethod
     def frozen_parts(self) -> list[nn.Module]:
-        """Return the parts that are not trained and do not update their statistics."""
+        """Return the parts that are not trained and do not update their statistics, if any stage is frozen."""
 
     def freeze(self) -> None:
         """Freeze these parts."""
-        for part in self.frozen_parts():
-            part.eval().requires_grad_(False)
+        if self.frozen_stages >= 0:
+            for part in self.frozen_parts():
+                part.eval().requires_grad_(False)
 
     def train(self, mode: bool = True) -> "Backbone":
         """Set the mode. Frozen parts stay in evaluation mode."""

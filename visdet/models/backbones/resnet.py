@@ -269,15 +269,12 @@ class ResNet(Backbone):
             if init_cfg is not None:
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
-        super().__init__(init_cfg, _DEFAULT_INIT)
-        self.check_stages(out_indices, num_stages)
+        super().__init__(init_cfg, _DEFAULT_INIT, num_stages, out_indices, frozen_stages)
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth
         self.style = style
         self.norm_cfg = norm_cfg
         self.with_cp = with_cp
-        self.out_indices = tuple(out_indices)
-        self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
         self.zero_init_residual = zero_init_residual
 
@@ -375,5 +372,5 @@ class ResNet(Backbone):
         return self
 
     def frozen_parts(self) -> list[nn.Module]:
-        stages = [getattr(self, name) for name in self.stage_names[: max(self.frozen_stages, 0)]]
-        return [] if self.frozen_stages < 0 else [self.conv1, getattr(self, self.norm1_name), *stages]
+        stages = [getattr(self, name) for name in self.stage_names[: self.frozen_stages]]
+        return [self.conv1, getattr(self, self.norm1_name), *stages]

@@ -57,10 +57,9 @@ class WindowAttention(nn.Module):
 
     def forward(self, windows: Tensor, mask: Tensor | None) -> Tensor:
         """Return [B·W, N, C] from the N pixels [B·W, N, C] of W windows, and the mask [W, N, N] that is added."""
-        N = windows.shape[1]
         query, key, value = self.qkv(windows).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        bias = self.relative_position_bias_table[self.relative_position_index.flatten()]
-        bias = bias.view(1, N, N, self.heads).permute(0, 3, 1, 2)
+        bias = self.relative_position_bias_table[self.relative_position_index]
+        bias = bias.permute(2, 0, 1).unsqueeze(0)
         if mask is not None:
             bias = (bias + mask.unsqueeze(1)).repeat(len(windows) // len(mask), 1, 1, 1)
         dropout = self.attn_drop if self.training else 0.0
@@ -103,11 +102,11 @@ class ShiftedWindows(nn.Module):
 def _mask_of_parts(height: int, width: int, window: int, shift: int, device: torch.device) -> Tensor:
     """Return the mask [W, N, N] of W windows: -100 for pixels from opposite borders of the image, otherwise 0."""
     with torch.inference_mode(False), torch.no_grad():
-        borders = torch.tensor([window, shift])
-        rows, columns = (
-            (torch.arange(size).unsqueeze(1) >= size - borders).sum(1) for size in (height, width)
-        )
-        parts = (rows.unsqueeze(1) * 3 + columns).view(height // window, window, width // window, window)
+        parts = torch.zeros(height, width)
+        for border in (window, shift):
+            parts[-border:] += 3
+            parts[:, -border:] += 1
+        parts = parts.view(height // window, window, width // window, window)
         parts = parts.transpose(1, 2).reshape(-1, window * window)
         return to_device((parts.unsqueeze(1) != parts.unsqueeze(2)) * -100.0, device)
 
@@ -241,22 +240,18 @@ class SwinTransformer(Backbone):
         frozen_stages: int = -1,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(init_cfg, _INIT)
+        super().__init__(init_cfg, _INIT, len(depths), out_indices, frozen_stages)
         expected_strides = (patch_size, 2, 2, 2)[: len(depths)]
         if len(depths) != len(num_heads) or tuple(strides[: len(depths)]) != expected_strides:
             raise InvalidInputError(
                 "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
                 f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
             )
-        self.check_stages(out_indices, len(depths))
-        self.out_indices = tuple(out_indices)
         self.convert_weights = convert_weights
-        self.frozen_stages = frozen_stages
 
-        def patch_norm_of(dims: int) -> nn.Module:
-            return build_norm_layer(norm_cfg, dims) if patch_norm else nn.Identity()
-
-        self.patch_embed = PatchEmbed(in_channels, embed_dims, patch_size, patch_norm_of(embed_dims))
+        patch_norm_cfg = norm_cfg if patch_norm else {"type": "Identity"}
+        embed_norm = build_norm_layer(patch_norm_cfg, embed_dims)
+        self.patch_embed = PatchEmbed(in_channels, embed_dims, patch_size, embed_norm)
         self.drop_after_pos = nn.Dropout(drop_rate)
         self.stages = nn.ModuleList()
         drop_path_step = drop_path_rate / max(sum(depths) - 1, 1)
@@ -272,7 +267,7 @@ class SwinTransformer(Backbone):
                 drop_path = drop_path_step * (sum(depths[:stage]) + index)
                 blocks.append(SwinBlock(dims, window_size, shift, drop_path, norm_cfg, attention, ffn_cfg))
             is_last = stage == len(depths) - 1
-            downsample = None if is_last else PatchMerging(dims, patch_norm_of(4 * dims))
+            downsample = None if is_last else PatchMerging(dims, build_norm_layer(patch_norm_cfg, 4 * dims))
             self.stages.append(SwinStage(blocks, downsample, with_cp))
         for stage in self.out_indices:
             self.add_module(f"norm{stage}", build_norm_layer(norm_cfg, embed_dims * 2**stage))
@@ -297,8 +292,7 @@ class SwinTransformer(Backbone):
             if name.startswith(("head.", "norm.")) or name.endswith("attn_mask"):
                 continue
             if "downsample" in name:  # The original merges pixels before channels, and columns before rows.
-                value = value.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3, -2)
-                value = value.transpose(-2, -1).flatten(-2)
+                value = value.unflatten(-1, (2, 2, -1)).transpose(-3, -1).flatten(-3)
             for old, new in renamed.items():
                 name = name.replace(old, new)
             converted[name] = value
@@ -317,7 +311,5 @@ class SwinTransformer(Backbone):
         return tuple(outs)
 
     def frozen_parts(self) -> list[nn.Module]:
-        if self.frozen_stages < 0:
-            return []
         norms = [getattr(self, f"norm{i}") for i in self.out_indices if i < self.frozen_stages]
         return [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages], *norms]
