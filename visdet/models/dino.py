@@ -1,7 +1,6 @@
 """DINO: Deformable DETR with contrastive denoising queries, and a decoder that embeds the boxes of its queries."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from visdet.registry import MODELS
 from .box_coders import UprightBoxCoder
 from .boxes import inverse_sigmoid
 from .deformable_detr.base import DeformableDetectionTransformer, TrainingBatch
-from .deformable_detr.decoder_start import DecoderStart, DenoisingQueries, pixel_proposals
+from .deformable_detr.decoder_start import DecoderStart, DenoisingQueries, box_embedding, pixel_proposals
 from .deformable_detr.flat_pyramid import FlatPyramid
 from .deformable_detr.head import DeformableDETRHead
 from .deformable_detr.transformer import DeformableDetrTransformerDecoder
 from .layers.normalization import LayerNorm
 from .layers.plain import all_rows
-from .layers.positional_encoding import sine_embedding
 from .layers.precision import in_full_precision, without_gradients
 from .matching.padded_targets import PaddedTargets
 from .rows import rows_at
@@ -142,9 +140,9 @@ class BoxPositions(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """Return [B, Q, C] from (cx, cy, w, h, ...) [B, Q, num_positions]. The channels of cy precede those of cx."""
         cx, cy, *others = positions.unbind(-1)
-        embedding = sine_embedding(torch.stack((cy, cx, *others), dim=-1) * (2 * math.pi), self.num_feats)
+        embedding = box_embedding(torch.stack((cy, cx, *others), dim=-1), self.num_feats)
         first, second = self.layers
-        return second(first(embedding.flatten(-2).to(next(first.parameters()).dtype)).relu())
+        return second(first(embedding.to(next(first.parameters()).dtype)).relu())
 
 
 @MODELS.register_module()

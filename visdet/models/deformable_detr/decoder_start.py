@@ -66,9 +66,7 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
         the logits [B or 1, S, 4] of (cx, cy, w, h), which are +inf for boxes that are not usable, and a bool mask
         [B or 1, S, 1], True for usable boxes.
     """
-    pixels = torch.arange(pyramid.centers.shape[1], device=pyramid.centers.device)
-    level = (pixels.unsqueeze(1) >= pyramid.level_starts[1:]).sum(1, dtype=torch.float32)
-    side = (0.05 * 2.0**level).view(1, -1, 1).expand_as(pyramid.centers)
+    side = (0.05 * 2.0**pyramid.pixel_levels).view(1, -1, 1).expand_as(pyramid.centers)
     boxes = torch.cat((pyramid.centers, side), dim=-1)
     usable = ((boxes > 0.01) & (boxes < 0.99)).all(dim=-1, keepdim=True)
     if pyramid.padding_mask is not None:

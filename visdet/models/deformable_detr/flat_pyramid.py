@@ -27,6 +27,7 @@ class FlatPyramid:
         positions: [B or 1, S, C], the positional encoding of each pixel plus the embedding of its level.
         padding_mask: [B, S] bool, True where a pixel is padding, or None if no image is padded.
         level_shapes: [L, 2] int64 (height, width). level_starts: [L] int64, the first row of each level.
+        pixel_levels: [S] int64, the level of each pixel.
         centers: [B or 1, S, 2], pixel centres (x, y) in 0..1 of the image. In the padding they exceed 1.
         valid_ratios: [B or 1, L, 2], the fraction of each level's (width, height) that is not padding.
         is_as_if_unpadded: whether the maps are those of the images alone, and padding must not become a query.
@@ -37,6 +38,7 @@ class FlatPyramid:
     padding_mask: Tensor | None
     level_shapes: Tensor
     level_starts: Tensor
+    pixel_levels: Tensor
     centers: Tensor
     valid_ratios: Tensor
     is_as_if_unpadded: bool = False
@@ -108,6 +110,7 @@ def flatten_pyramid(
         padding_mask=padding_mask,
         level_shapes=pixels.level_shapes,
         level_starts=pixels.level_starts,
+        pixel_levels=pixels.level,
         centers=((pixels.rows_columns + 0.5) / last).flip(-1),
         valid_ratios=(valid / pixels.level_shapes).flip(-1),
         is_as_if_unpadded=alone is not None,

@@ -16,10 +16,10 @@ def sine_embedding(positions: Tensor, num_feats: int, temperature: float = 10000
 
     Channel 2i is sin(position / temperature^(2i / num_feats)), channel 2i + 1 the cosine of the same angle.
     """
-    channel = torch.arange(num_feats, dtype=torch.float32, device=positions.device)
-    wavelength = temperature ** (2 * torch.div(channel, 2, rounding_mode="floor") / num_feats)
+    channel = torch.arange(0, num_feats, 2, dtype=torch.float32, device=positions.device)
+    wavelength = temperature ** (channel / num_feats)
     angle = positions.float().unsqueeze(-1) / wavelength
-    return torch.stack((angle[..., 0::2].sin(), angle[..., 1::2].cos()), dim=-1).flatten(-2)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
 @MODELS.register_module()
@@ -75,8 +75,8 @@ class SinePositionalEncoding(BaseModule):
             mask = input.new_zeros(len(input), *input.shape[-2:])  # type: ignore[union-attr, arg-type]
         valid = (~mask.bool()).float()
         positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
-        last_rows = positions[:, -1:, :, 0]
-        last_columns = positions[:, :, -1:, 1]
+        last_rows = valid.sum(dim=1, keepdim=True)
+        last_columns = valid.sum(dim=2, keepdim=True)
         last = torch.stack(torch.broadcast_tensors(last_rows, last_columns), dim=-1)
         return self.encode(positions, last).permute(0, 3, 1, 2)
 
