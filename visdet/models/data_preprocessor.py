@@ -40,7 +40,7 @@ class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
     Images of a planned batch (see docs/batches.md) are padded to the ``batch_input_shape`` that the samples have. The
     metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
     size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if the pipeline has
-    not set it.
+    not set it, and outside training ``batch_is_padded``, whether an image is padded, if the batch was not planned.
 
     Args:
         mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
@@ -87,20 +87,22 @@ class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
         height, width = self._rounded_up(
             [max(lengths) for lengths in zip(planned, *image_sizes, strict=True)]
         )
+        is_padded = any(size != (height, width) for size in image_sizes)
         for sample, size in zip(data_samples, image_sizes, strict=True) if data_samples else ():
-            sample.set_metainfo(
-                {
-                    "batch_input_shape": (height, width),
-                    "pad_shape": self._rounded_up(size),
-                    "img_shape": tuple(sample.metainfo.get("img_shape", size)),
-                }
-            )
+            known = sample.metainfo
+            sizes = {
+                "batch_input_shape": (height, width),
+                "pad_shape": self._rounded_up(size),
+                "img_shape": tuple(known.get("img_shape", size)),
+            }
+            if not training:
+                # Each image is predicted as if it were a batch of its own, so that no metric depends on the batch.
+                sizes["batch_is_padded"] = known.get("batch_is_padded", is_padded)
+            sample.set_metainfo(sizes)
             for field in ("gt_instances", "ignored_instances"):
                 boxes = sample.get(field, {}).get("bboxes")
                 if boxes is not None and not isinstance(boxes, Tensor):
                     sample.get(field).bboxes = boxes.tensor
-        if data_samples and not training:
-            _mark_padding(data_samples, image_sizes, (height, width))
         padded = [
             F.pad(self._normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
             for image, (h, w) in zip(images, image_sizes, strict=True)
@@ -116,19 +118,6 @@ class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
 
     def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
-
-
-def _mark_padding(
-    data_samples: Sequence[Any], image_sizes: Sequence[tuple[int, ...]], size: tuple[int, ...]
-) -> None:
-    """Write into samples that are predicted whether an image is padded, unless their batch was planned.
-
-    Each image is then predicted as if it were a batch of its own, so that no metric depends on the batch.
-    """
-    is_padded = any(image_size != size for image_size in image_sizes)
-    for sample in data_samples:
-        if "batch_is_padded" not in sample.metainfo:
-            sample.set_metainfo({"batch_is_padded": is_padded})
 
 
 def check_packed(batch: Any) -> None:

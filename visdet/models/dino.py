@@ -205,10 +205,14 @@ class DINO(DeformableDetectionTransformer):
                 f"{self.with_box_refine} and {self.as_two_stage}"
             )
         self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims)
-        sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
-        sizes["box_coder"] = self.box_coder
+        generator = {"type": "CdnQueryGenerator", **(dn_cfg or {})}
         self.dn_query_generator = MODELS.build(
-            dict(**sizes, **{"type": "CdnQueryGenerator", **(dn_cfg or {})})
+            dict(
+                num_classes=self.bbox_head.num_classes,
+                embed_dims=self.embed_dims,
+                box_coder=self.box_coder,
+                **generator,
+            )
         )
 
     def init_weights(self) -> None:
@@ -229,13 +233,18 @@ class DINO(DeformableDetectionTransformer):
         origin = self.box_coder.filled(rows_at(best, origin))
         boxes = self.box_coder.decoded(in_full_precision(regress, features) + origin)
         query = all_rows(self.query_embedding)[: best.shape[1]].expand(memory.shape[0], -1, -1)
-        start = DecoderStart(query, None, boxes.detach())
+        references = boxes.detach()
         if not self.training or batch is None:
-            return start
-        return start._replace(
+            return DecoderStart(query, None, references)
+        denoising = self.dn_query_generator(batch.targets)
+        return DecoderStart(
+            query=torch.cat((denoising.query, query), dim=1),
+            query_pos=None,
+            references=torch.cat((denoising.references, references), dim=1),
             encoder_logits=in_full_precision(classify, features),
             encoder_boxes=boxes,
-            denoising=self.dn_query_generator(batch.targets),
+            denoising=denoising,
+            self_attn_mask=denoising.mask(query.shape[1]),
         )
 
     def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:

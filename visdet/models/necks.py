@@ -53,10 +53,11 @@ class ChannelMapper(BaseModule):
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = _XAVIER,
     ) -> None:
         super().__init__(init_cfg)
-        num_outs = len(in_channels) if num_outs is None else num_outs
-        if num_outs < len(in_channels):
+        num_inputs = len(in_channels)
+        num_outs = num_inputs if num_outs is None else num_outs
+        if num_outs < num_inputs:
             raise InvalidInputError(
-                f"ChannelMapper: num_outs must be at least the number of inputs {len(in_channels)}, got {num_outs}"
+                f"ChannelMapper: num_outs must be at least the number of inputs {num_inputs}, got {num_outs}"
             )
         options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
         self.in_channels = in_channels
@@ -68,7 +69,7 @@ class ChannelMapper(BaseModule):
             ConvModule(
                 in_channels[-1] if i == 0 else out_channels, out_channels, 3, stride=2, padding=1, **options
             )
-            for i in range(num_outs - len(in_channels))
+            for i in range(num_outs - num_inputs)
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

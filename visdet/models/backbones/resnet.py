@@ -18,7 +18,7 @@ from visdet.registry import MODELS
 
 from ..layers.as_if_unpadded import Padding
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms, with_one_bias
-from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
+from ..layers.normalization import BatchNorm2d, add_relu, build_norm_layer, norm_abbreviation
 from ..layers.pixel_blocks import in_blocks, suits_blocks
 from ..layers.plain import is_plain
 from .pretrained import Backbone
@@ -181,10 +181,7 @@ def _normalised(norm: nn.Module, x: Tensor, relu: bool = True, residual: Tensor 
     """Return norm(x) + residual, or the ReLU of that sum."""
     if is_plain(norm, BatchNorm2d):
         return norm(x, residual, relu)
-    x = norm(x)
-    if residual is not None:
-        x = x + residual
-    return F.relu(x, inplace=True) if relu else x
+    return add_relu(norm(x), residual, relu)
 
 
 def _basic_convs(in_channels: int, channels: int, stride: int, dilation: int, style: str) -> list[nn.Conv2d]:

@@ -315,19 +315,14 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         pyramid = flatten_pyramid(maps, sizes, size, self.positional_encoding, self.level_embed, padding)
         memory = self.encoder(pyramid)
         start = self.decoder_start(memory, pyramid, batch)
-        query = start.query
-        references = start.references
-        if start.denoising is not None:
-            query = torch.cat((start.denoising.query, query), dim=1)
-            references = torch.cat((start.denoising.references, references), dim=1)
         hidden_states, all_references = self.decoder(
-            query,
+            start.query,
             start.query_pos,
             memory,
-            references,
+            start.references,
             pyramid,
             reg_branches=self.bbox_head.reg_branches if self.with_box_refine else None,
-            self_attn_mask=None if start.denoising is None else start.denoising.mask(start.query.shape[1]),
+            self_attn_mask=start.self_attn_mask,
         )
         return hidden_states, all_references, start
 

@@ -39,13 +39,14 @@ class DecoderStart(NamedTuple):
     """The inputs of the decoder.
 
     Attributes:
-        query: [B, Q, C].
+        query: [B, Q, C]. The denoising queries come first.
         query_pos: [B, Q, C], or None if the decoder computes it from the references.
         references: [B, Q, 2] points in 0..1 of the image, or in two stages [B, Q, box_dim] boxes of the network.
         encoder_logits: [B, K, classes] of those K proposals that get a loss of the first stage. It is None outside
             training and without two stages.
         encoder_boxes: [B, K, box_dim], likewise.
-        denoising: queries that are decoded before these, or None.
+        denoising: the denoising queries among these, or None.
+        self_attn_mask: [Q, Q] bool, True where a query must not attend to another, or None.
     """
 
     query: Tensor
@@ -54,6 +55,7 @@ class DecoderStart(NamedTuple):
     encoder_logits: Tensor | None = None
     encoder_boxes: Tensor | None = None
     denoising: DenoisingQueries | None = None
+    self_attn_mask: Tensor | None = None
 
 
 def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from mmengine.model import BaseModule, bias_init_with_prob
+from mmengine.model import BaseModule, bias_init_with_prob, constant_init
 from torch import Tensor, nn
 
 from visdet.checks.arguments import Positive, checked_value
@@ -15,7 +15,7 @@ from visdet.registry import MODELS, TASK_UTILS
 from ..box_coders import UprightBoxCoder
 from ..layers.feed_forward import relu_perceptron
 from ..layers.linear import are_alike, each_of_its_own
-from ..layers.precision import at_least_float32, in_full_precision
+from ..layers.precision import at_least_float32, in_full_precision, without_autocast
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
 from ..rows import rows_at
@@ -150,8 +150,7 @@ class DeformableDETRHead(BaseModule):
             nn.init.constant_(classify.bias, bias_init_with_prob(_PRIOR_PROBABILITY))
         last_layers = [branch[-1] for branch in branches]
         for layer in last_layers:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+            constant_init(layer, 0.0)
         if not self.as_two_stage:
             nn.init.constant_(last_layers[0].bias[2:4], -2.0)
         self.is_init = True
@@ -163,8 +162,7 @@ class DeformableDETRHead(BaseModule):
             hidden_states: [D, B, Q, embed_dims].
             references: at least D tensors [B, Q, 2 or box_dim], the references that each layer started from.
         """
-        first = self.reg_branches[0]
-        if all(branch is first for branch in self.reg_branches):
+        if len(set(self.reg_branches)) == 1:
             return self.decode(0, hidden_states, torch.stack(list(references[: len(hidden_states)])))
         if hidden_states.is_cuda and torch.is_grad_enabled():
             depth = len(hidden_states)
@@ -189,7 +187,7 @@ class DeformableDETRHead(BaseModule):
         references: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Return what ``forward`` does, the branches of all layers side by side."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states):
             rows = hidden_states.flatten(1, 2).to(next(self.parameters()).dtype)
             logits, deltas = (
                 each_of_its_own(chains, rows).unflatten(1, hidden_states.shape[1:3])
@@ -270,7 +268,7 @@ class DeformableDETRHead(BaseModule):
     def divisors(self, matched: Tensor) -> Tensor:
         """Return the divisors [2] of the class loss and of the other losses for a number of matched predictions."""
         num_boxes = matched.float().reshape(1)
-        mean_boxes = mean_count(num_boxes, num_boxes.device)
+        mean_boxes = mean_count(num_boxes)
         cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
         return torch.cat((cls_boxes, mean_boxes))
 
@@ -301,14 +299,14 @@ class DeformableDETRHead(BaseModule):
 
     def _set_losses(
         self, prediction: SetPrediction, targets: PaddedTargets, index: Tensor, num_boxes: Tensor
-    ) -> dict[str, Sequence[Tensor]]:
-        """Return the losses of D layers, each with its own matching.
+    ) -> dict[str, Tensor]:
+        """Return the losses [D] of D layers, each with its own matching.
 
         Predictions without a target get a weight of 0 in the box losses, so that shapes do not depend on the matching.
         """
         logits, boxes, _, is_counted = prediction
         labels, true_px = targets.of_predictions(index, background=self.num_classes)
-        is_matched = (labels < self.num_classes).to(boxes.dtype)
+        is_matched = labels < self.num_classes
         loss_cls = self.loss_cls(logits.flatten(0, 2), labels.flatten(), reduction_override="none")
         true = self.box_coder.to_unit(true_px, targets.image_whwh)
         loss_bbox = self.loss_bbox(boxes, true, reduction_override="none")
@@ -316,14 +314,11 @@ class DeformableDETRHead(BaseModule):
         loss_iou = self.loss_iou(boxes_px, true_px, reduction_override="none")
         if is_counted is not None:
             loss_cls = loss_cls.view_as(logits) * is_counted.unsqueeze(-1)
-        loss_cls = loss_cls.reshape(len(index), -1).sum(1) / num_boxes[0]
-        loss_bbox = (loss_bbox * is_matched.unsqueeze(-1)).flatten(1).sum(1) / num_boxes[1]
-        loss_iou = (loss_iou * is_matched).flatten(1).sum(1) / num_boxes[1]
-        return {
-            "loss_cls": loss_cls.unbind(),
-            "loss_bbox": loss_bbox.unbind(),
-            "loss_iou": loss_iou.unbind(),
-        }
+        class_divisor, box_divisor = num_boxes
+        loss_cls = loss_cls.reshape(len(index), -1).sum(1) / class_divisor
+        loss_bbox = (loss_bbox * is_matched.unsqueeze(-1)).flatten(1).sum(1) / box_divisor
+        loss_iou = (loss_iou * is_matched).flatten(1).sum(1) / box_divisor
+        return {"loss_cls": loss_cls, "loss_bbox": loss_bbox, "loss_iou": loss_iou}
 
     def detections(
         self, hidden_states: Tensor, references: Sequence[Tensor], limit: Tensor, scale: Tensor

@@ -95,8 +95,8 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             norm=self.norms[0],
             **pyramid.layout,
         )
-        knows_next = type(self.ffn) is FFN and next_pos is not None
-        return self.ffn(query, norm=self.norms[1], **({"next_pos": next_pos} if knows_next else {}))
+        options = {"next_pos": next_pos} if type(self.ffn) is FFN else {}
+        return self.ffn(query, norm=self.norms[1], **options)
 
 
 @MODELS.register_module()

@@ -39,15 +39,16 @@ def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
 
     Source: names and defaults are mmcv's.
     """
-    if dropout_layer is None:
-        return nn.Identity()
-    options = dict(dropout_layer)
-    kind = options.get("type")
-    if kind == "Dropout":
-        del options["type"]
-        return nn.Dropout(options.pop("drop_prob", 0.5), **options)
-    if kind == "DropPath":
-        from torchvision.ops import StochasticDepth  # It takes a second to import.
+    return nn.Identity() if dropout_layer is None else MODELS.build(dropout_layer)
 
-        return StochasticDepth(options.get("drop_prob", 0.1), "row")
-    return MODELS.build(options)
+
+@MODELS.register_module("Dropout")
+def _dropout(drop_prob: float = 0.5, inplace: bool = False) -> nn.Module:
+    return nn.Dropout(drop_prob, inplace)
+
+
+@MODELS.register_module("DropPath")
+def _drop_path(drop_prob: float = 0.1) -> nn.Module:
+    from torchvision.ops import StochasticDepth  # It takes a second to import.
+
+    return StochasticDepth(drop_prob, "row")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from visdet.ops.fused import differentiable_once, parameter_gradients
 from visdet.ops.tracing import is_traced
 
-from .normalization import BatchNorm2d
+from .normalization import BatchNorm2d, add_relu
 from .plain import is_plain
 from .precision import as_autocast_input, autocast_dtype
 
@@ -36,10 +36,7 @@ class FoldedConv(NamedTuple):
             # A node of the autograd graph takes the host time even if there are no gradients.
             run = _ConvBiasReLU.apply if torch.is_grad_enabled() else _conv_bias_relu
             return run(x, self.weight, self.bias, residual, *self.geometry)
-        x = F.conv2d(x, self.weight, self.bias, *self.geometry)
-        if residual is not None:
-            x = x + residual
-        return x.relu_() if relu else x
+        return add_relu(F.conv2d(x, self.weight, self.bias, *self.geometry), residual, relu)
 
 
 def with_one_bias(branch: FoldedConv, last: FoldedConv, x: Tensor) -> tuple[FoldedConv, FoldedConv]:
@@ -128,8 +125,7 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
     if norm.training or norm.running_mean is None or conv.bias is not None or conv.padding_mode != "zeros":
         return False
     # FSDP takes parameters away from the layers whose weights processes share.
-    of_conv, of_norm = (dict(layer.named_parameters(recurse=False)) for layer in (conv, norm))
-    if "weight" not in of_conv or not of_norm.keys() >= {"weight", "bias"}:
+    if len([*conv.parameters(), *norm.parameters()]) < 3:
         return False
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
 
@@ -173,7 +169,7 @@ def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> boo
     if not x.is_cuda or x.dtype != weight.dtype or is_traced():
         return False
     cudnn = torch.backends.cudnn
-    if torch.version.cuda is None or not (cudnn.enabled and cudnn.is_available()):
+    if not (cudnn.enabled and cudnn.is_available()):
         return False
     if residual is None:
         return x.dtype in (torch.float32, torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from visdet.registry import MODELS
 from .builders import build_dropout
 from .normalization import add_and_norm
 from .plain import is_plain
-from .precision import as_autocast_input, at_least_float32
+from .precision import as_autocast_input, at_least_float32, without_autocast
 from .root_registration import register_in_root
 
 
@@ -95,9 +95,8 @@ class MultiheadAttention(BaseModule):
         identity = query if identity is None else identity
         if key_pos is None and query_pos is not None and query_pos.shape == key.shape:
             key_pos = query_pos
-        is_joint = (
-            key is query and key_pos is query_pos
-        )  # Queries and keys then have one projection for both.
+        # Queries and keys then have one projection for both.
+        is_joint = key is query and key_pos is query_pos
         query = as_autocast_input(query if query_pos is None else query + query_pos)
         if is_joint:
             key = query
@@ -142,13 +141,8 @@ class MultiheadAttention(BaseModule):
             masks.append(key_padding_mask[:, None, None])
         if all(mask.dtype == torch.bool for mask in masks):
             return ~functools.reduce(torch.logical_or, masks) if masks else None
-        added = [
-            torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -math.inf)
-            if mask.dtype == torch.bool
-            else mask.to(query.dtype)
-            for mask in masks
-        ]
-        return functools.reduce(torch.add, added)
+        added = [torch.where(mask, -math.inf, 0.0) if mask.dtype == torch.bool else mask for mask in masks]
+        return functools.reduce(torch.add, added).to(query.dtype)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -166,7 +160,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(wide.dtype)
-    with torch.autocast("cpu", enabled=False):  # It would convert the arguments back.
+    with without_autocast(query):  # It would convert the arguments back.
         out = F.scaled_dot_product_attention(
             wide, at_least_float32(key), at_least_float32(value), attn_mask=mask, dropout_p=dropout
         )

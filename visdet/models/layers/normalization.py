@@ -13,6 +13,13 @@ from visdet.registry import MODELS
 from .plain import is_plain
 
 
+def add_relu(x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """Return ``x + residual``, or the ReLU of that, which may overwrite ``x``."""
+    if residual is not None:
+        x = x + residual
+    return F.relu(x, inplace=True) if relu else x
+
+
 # mmengine's initialisers find a layer by its name or by the names of its direct bases. Configs name ``_BatchNorm``.
 class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):
     """The batch normalisation of torch. In training, its kernels also compute the sum and the ReLU after it."""
@@ -20,9 +27,7 @@ class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Return the batch normalisation of ``input`` plus ``residual``, or the ReLU of that; see the operator."""
         if not (self.training and self.affine and self.track_running_stats) or self.momentum is None:
-            output = super().forward(input)
-            output = output if residual is None else output + residual
-            return F.relu(output, inplace=True) if relu else output
+            return add_relu(super().forward(input), residual, relu)
         return batch_norm_add_relu(
             input,
             residual,
@@ -109,9 +114,7 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
         layer = layer_type(num_channels=num_features, **options)
     else:
         layer = layer_type(num_features, **options)
-    for parameter in layer.parameters():
-        parameter.requires_grad = requires_grad
-    return layer
+    return layer.requires_grad_(requires_grad)
 
 
 def drops(dropout: nn.Module) -> bool:

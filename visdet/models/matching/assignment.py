@@ -12,15 +12,10 @@ from visdet.ops.fused import linear_sum_assignment, solves_assignments_on
 from ..transfer import to_device
 
 
-def mean_count(counts: Tensor, device: torch.device) -> Tensor:
-    """Return the mean of each count over all processes, but at least 1.
-
-    Args:
-        counts: the numbers of this process.
-        device: the device of the result in a distributed run, where it is float32.
-    """
+def mean_count(counts: Tensor) -> Tensor:
+    """Return the mean of each count over all processes, but at least 1. In a distributed run, it is float32."""
     if dist.get_world_size() > 1:
-        counts = counts.to(device, torch.float32, copy=True)
+        counts = counts.to(torch.float32, copy=True)
         dist.all_reduce(counts, op="mean")
     return counts.clamp(min=1.0)
 

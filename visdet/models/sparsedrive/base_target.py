@@ -143,7 +143,7 @@ def assigned_instances(
         if num_denoising is not None:
             count = torch.cat([count, num_denoising])
         counts.append(count)
-    means = mean_count(torch.cat(counts), counts[0].device).split([len(count) for count in counts])
+    means = mean_count(torch.cat(counts)).split([len(count) for count in counts])
     return {name: Assignment(index, mean) for (name, index), mean in zip(indices.items(), means, strict=True)}
 
 
