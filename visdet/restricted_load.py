@@ -175,6 +175,7 @@ _NUMPY_GLOBALS: dict[str, Callable] = {
     "numpy._core.multiarray._reconstruct": _Array,
     "numpy.core.numeric._frombuffer": _frombuffer,
     "numpy._core.numeric._frombuffer": _frombuffer,
+    "_codecs.encode": _encode,
 }
 _SAFE_GLOBALS: dict[str, Any] = {
     **_NUMPY_GLOBALS,
@@ -242,7 +243,7 @@ class _Finishing:
 class _NumpyUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        call = _encode if full == "_codecs.encode" else _NUMPY_GLOBALS.get(full)
+        call = _NUMPY_GLOBALS.get(full)
         if call is None:
             raise pickle.UnpicklingError(f"it names {full}, which is none of numpy's array types")
         return lambda *arguments: call(*arguments)  # A pickle may change what it gets.

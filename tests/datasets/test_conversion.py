@@ -59,7 +59,7 @@ def pose(root):
 
 def voc(root, suffix=".png", width="100"):
     pictures(root / "JPEGImages", "a.png", "b.png")
-    for name in ("a", "b"):
+    for name in ("a", "b", "gone"):
         text = VOC.format(name=f"{name}{suffix}").replace("100", width)
         write(root / "Annotations" / f"{name}.xml", text)
     write(root / "ImageSets/Main/train.txt", "a\n")
@@ -103,7 +103,7 @@ def coco(root):
         (yolo, (2, 2), ["line 3 of", "no box of a class", "gone.txt is of no image"]),
         (lambda root: yolo(root, "{1: nut, 0: bolt}"), (2, 2), ["line 3 of"]),
         (pose, (2, 2), ["gone.txt is of no image"]),
-        (voc, (1, 1), ["an object nut has no bndbox"]),
+        (voc, (1, 1), ["an object nut has no bndbox", "gone.png is missing"]),
         (lambda root: voc(root, "", "100.0"), (1, 1), []),
         (roboflow_csv, (2, 2), ["line 5 of", "gone.png is missing"]),
         (one_csv, (1, 1), ["line 5 of", "gone.png is missing"]),

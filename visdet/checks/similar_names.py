@@ -1,5 +1,6 @@
 """Names that look alike but are not equal, such as ``Car`` and ``car``."""
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -21,4 +22,4 @@ def look_alike(name: str, others: Iterable[str]) -> str | None:
 
 def _folded(name: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-    return " ".join(folded.replace("_", " ").replace("-", " ").split())
+    return re.sub(r"[\s_-]+", " ", folded).strip()

@@ -25,7 +25,6 @@ __all__ = [
     "open_image",
     "opened",
     "orientation_of",
-    "say_extra_frames",
     "sizes_of",
     "to_rgb",
     "turned",
@@ -145,7 +144,9 @@ def opened(
         check_no_pipe(path, what)
         content = fileio.get(path, backend_args=backend_args)
     with open_image(f"{path}{of}", content, f"{reader}: ", max_pixels) as image:
-        say_extra_frames(reader, path, image)
+        if number := extra_frames(image):
+            said = f"image {path} holds {number + 1} pages or frames, of which the first is read"
+            _say_of_first(reader, "frames", said)
         yield image
 
 
@@ -154,7 +155,7 @@ def to_rgb(image: Image.Image, reader: str, path: str) -> np.ndarray:
     mode = image.mode
     if mode.startswith(("I", "F")):
         values = np.asarray(image)
-        if mode == "F" or (values.size and (values.min() < 0 or values.max() > 65535)):
+        if mode == "F" or values.min(initial=0) < 0 or values.max(initial=0) > 65535:
             raise ValueError(f"values of mode {mode} do not fit 16 bits; convert the file to 8 or 16 bits")
         upper_byte = upper_bytes(values.astype(np.uint16), reader, path)
         return np.repeat(upper_byte[..., None], 3, axis=2)
@@ -204,14 +205,6 @@ def extra_frames(image: Image.Image) -> int:
     A photograph of a phone that holds a preview or a depth map, too, has none.
     """
     return 0 if image.format == "MPO" else getattr(image, "n_frames", 1) - 1
-
-
-def say_extra_frames(reader: str, path: str, image: Image.Image) -> None:
-    """Say of the first file with further pages or frames that a reader leaves them out."""
-    number = extra_frames(image)
-    if number:
-        said = f"image {path} holds {number + 1} pages or frames, of which the first is read"
-        _say_of_first(reader, "frames", said)
 
 
 def upper_bytes(values: np.ndarray, reader: str, path: str) -> np.ndarray:

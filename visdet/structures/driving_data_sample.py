@@ -1,5 +1,6 @@
 """The sample of one frame of several cameras, with its ground truth and its predictions."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,17 @@ from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
 _OF_TRUE_INSTANCES = ("gt_bboxes_3d", "gt_labels_3d", "gt_agent_fut_", "gt_map_")
-_OF_MAP = ("vectors", "scores", "labels")
-_OF_PLAN = ("planning_score", "planning", "final_planning", "ego_period", "ego_anchor_queue")
+# The parts of the predictions that are not those of the boxes, by the names of the results.
+_PART_OF = {
+    "vectors": "pred_map",
+    "scores": "pred_map",
+    "labels": "pred_map",
+    "planning_score": "pred_plan",
+    "planning": "pred_plan",
+    "final_planning": "pred_plan",
+    "ego_period": "pred_plan",
+    "ego_anchor_queue": "pred_plan",
+}
 
 
 class DrivingDataSample(BaseDataElement):
@@ -39,20 +49,15 @@ class DrivingDataSample(BaseDataElement):
 
         Tensors of the map become arrays, and its lines a list.
         """
-        of_map = {name: results[name] for name in _OF_MAP if name in results}
-        of_map |= {name: value.numpy() for name, value in of_map.items() if isinstance(value, Tensor)}
-        if "vectors" in of_map:
-            of_map["vectors"] = list(of_map["vectors"])
-        of_plan = {name: results[name] for name in _OF_PLAN if name in results}
-        of_boxes = {name: results[name] for name in results if name not in _OF_MAP + _OF_PLAN}
-        parts: dict[str, tuple[dict[str, Any], type[BaseDataElement]]] = {
-            "pred_instances_3d": (of_boxes, InstanceData),
-            "pred_map": (of_map, InstanceData),
-            "pred_plan": (of_plan, BaseDataElement),
-        }
-        for name, (found, kind) in parts.items():
-            if found:
-                self.set_field(kind(**found), name, dtype=kind)
+        parts: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for name, value in results.items():
+            part = _PART_OF.get(name, "pred_instances_3d")
+            if part == "pred_map" and isinstance(value, Tensor):
+                value = value.numpy()
+            parts[part][name] = list(value) if name == "vectors" else value
+        for name, found in parts.items():
+            kind = BaseDataElement if name == "pred_plan" else InstanceData
+            self.set_field(kind(**found), name, dtype=kind)
 
     def to(self, *args: Any, **kwargs: Any) -> "DrivingDataSample":
         """Return a copy whose tensors, ``gt_depth`` included, are converted by ``Tensor.to``."""

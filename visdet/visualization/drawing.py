@@ -18,7 +18,7 @@ _FAR = 1e6
 
 def as_bytes(image: np.ndarray) -> np.ndarray:
     """Return an image of any numbers from 0 to 255 as contiguous uint8."""
-    return np.ascontiguousarray(image.clip(0, 255).astype(np.uint8))
+    return image.clip(0, 255).astype(np.uint8, order="C")
 
 
 def enlarge(image: np.ndarray, min_side: int = 480) -> tuple[np.ndarray, int]:

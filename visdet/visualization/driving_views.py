@@ -14,7 +14,7 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import parts_inside
-from visdet.structures.poses import box_corners, projected
+from visdet.structures.poses import box_corners, moved_points, projected
 
 from .drawing import contact_sheet, text_width, write_text
 
@@ -73,7 +73,7 @@ def scene_of_truth(sample: DrivingDataSample) -> Scene:
     scene = Scene(boxes, get("gt_labels_3d", np.zeros(0, int)))
     ids = get("instance_id")
     if ids is not None and len(ids) == len(boxes):
-        scene.ids = np.asarray(ids)
+        scene.ids = ids
     if "gt_agent_fut_trajs" in sample:
         paths = boxes[:, None, :2] + sample.gt_agent_fut_trajs.cumsum(axis=1)
         is_known = sample.gt_agent_fut_masks > 0
@@ -198,8 +198,7 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
     """Draw the boxes into a camera view, the farthest first."""
     boxes = scene.boxes
-    corners = box_corners(boxes)
-    points = np.concatenate([corners, np.ones((len(corners), 8, 1))], axis=2) @ projection.T
+    points = moved_points(box_corners(boxes), projection)
     for index in np.argsort(-np.linalg.norm(boxes[:, :2], axis=1)):
         of_box = points[index]
         inside = of_box[:, 2] > _NEAR
@@ -214,7 +213,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
 
 
 def _draw_edge(view: np.ndarray, edge: np.ndarray, color: Color) -> None:
-    """Draw the part of an edge [2, 4] that is in front of the camera. Its ends are in homogeneous pixels."""
+    """Draw the part of an edge [2, 3] that is in front of the camera. Its ends are in homogeneous pixels."""
     for part in parts_inside(edge, edge[:, 2] - _NEAR):
         ends = projected(part) - 0.5  # The centre of OpenCV's first pixel is 0.
         pixels = ends.clip(-5000, 5000).round().astype(int).tolist()

@@ -192,8 +192,6 @@ def threshold_of_each(
 
 def _shrunk(picture: np.ndarray) -> np.ndarray:
     """Return a picture as it is drawn on a sheet, with its longer side shortened if it is too long."""
-    if max(picture.shape[:2]) <= _LONGEST_SIDE_ON_A_SHEET:
-        return picture
     image = Image.fromarray(picture)
     image.thumbnail((_LONGEST_SIDE_ON_A_SHEET, _LONGEST_SIDE_ON_A_SHEET))
     return np.asarray(image)

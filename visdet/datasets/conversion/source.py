@@ -127,7 +127,7 @@ class Source:
 
     def picture_like(self, file: Path, split: str = "") -> Path:
         """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""
-        return self.picture(self._name_of_stem.get(file.stem, file.name), file.parent, split)
+        return self.picture(self._name_of_stem.get(file.stem, file.stem), file.parent, split)
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:

@@ -226,4 +226,4 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
     yaw = agents.yaw[:, frame] - yaw_of(lidar_pose)
     sizes = agents.sizes
     z = GROUND_Z + sizes[:, 2] / 2
-    return np.concatenate([xy, z[:, None], sizes, yaw[:, None]], axis=1)
+    return np.column_stack([xy, z, sizes, yaw])
