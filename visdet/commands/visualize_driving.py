@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from visdet.command_line import add_config_arguments, add_options, positive_int
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     import torch
@@ -69,14 +69,9 @@ def run(
     """Run the command."""
     from itertools import pairwise
 
-    import torch
-    from mmengine.dataset import pseudo_collate
-
-    from visdet.engine import UserError, check_work_dir, load_config, say
-    from visdet.engine.checkpoints.score_thresholds import told_thresholds
+    from visdet.engine import UserError, check_work_dir, load_config
     from visdet.engine.config.load import build_dataset
-    from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
-    from visdet.engine.stages import StagedModel
+    from visdet.engine.inference.sample_images import is_bgr
     from visdet.registry import VISUALIZERS
 
     cfg, _ = load_config(config, cfg_options)
@@ -87,34 +82,16 @@ def run(
             f"{config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
             "cameras. visdet browse draws the samples of any data set"
         )
-    model: Any = None
     metainfo = dataset.metainfo
+    model = None
     thresholds: dict[str, float] = {}
-    origin = ""
     if checkpoint:
-        model, (thresholds, origin) = load_model(cfg, checkpoint, metainfo)
+        model, measured = load_model(cfg, checkpoint, metainfo)
+        thresholds = chosen_thresholds(*measured, metainfo, score_thr, map_score_thr)
     visualizer = VISUALIZERS.build(
         {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": reach}
     )
     visualizer.dataset_meta = metainfo
-    for option, value, names in (
-        ("--score-thr", score_thr, "classes"),
-        ("--map-score-thr", map_score_thr, "map_classes"),
-    ):
-        if value is not None:
-            thresholds |= dict.fromkeys(metainfo.get(names, ()), value)
-            origin += f" and {option}"
-    if checkpoint:
-        say(told_thresholds(thresholds, thresholds.values(), origin))
-
-    def draw(frames_of_scene: Any, item: dict) -> "np.ndarray":
-        sample = item["data_samples"]
-        if frames_of_scene:
-            with torch.no_grad():
-                (sample,) = frames_of_scene.test_step(pseudo_collate([item]))
-        image = image_of_inputs(item["inputs"], is_bgr(cfg))
-        return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
-
     all_scenes = list(pairwise([*dataset.scene_starts, len(dataset)]))
     count = len(all_scenes)
     for scene in scenes:
@@ -122,10 +99,55 @@ def run(
             raise UserError(
                 f"--scenes must be numbers from 0 to {count - 1}, as the data set has {count} scenes, got {scene}"
             )
-        frames = range(*all_scenes[scene])[:max_frames]
-        frames_of_scene = StagedModel(model) if checkpoint else None
-        drawn = (draw(frames_of_scene, dataset[index]) for index in frames)
+        frames = (dataset[index] for index in range(*all_scenes[scene])[:max_frames])
+        drawn = draw_frames(frames, model, visualizer, thresholds, is_bgr(cfg))
         write_scene(drawn, Path(out_dir, f"scene_{scene:03d}"))
+
+
+def chosen_thresholds(
+    thresholds: dict[str, float],
+    origin: str,
+    metainfo: dict,
+    score_thr: float | None,
+    map_score_thr: float | None,
+) -> dict[str, float]:
+    """Return the thresholds of a model with those of the options in their place, and say what they are."""
+    from visdet.engine import say
+    from visdet.engine.checkpoints.score_thresholds import told_thresholds
+
+    for option, value, names in (
+        ("--score-thr", score_thr, "classes"),
+        ("--map-score-thr", map_score_thr, "map_classes"),
+    ):
+        if value is not None:
+            thresholds |= dict.fromkeys(metainfo.get(names, ()), value)
+            origin += f" and {option}"
+    say(told_thresholds(thresholds, thresholds.values(), origin))
+    return thresholds
+
+
+def draw_frames(
+    frames: "Iterable[dict]",
+    model: "torch.nn.Module | None",
+    visualizer: Any,
+    thresholds: dict[str, float],
+    bgr: bool,
+) -> "Iterator[np.ndarray]":
+    """Yield the picture of each frame of a scene, with the predictions of the model if there is one."""
+    import torch
+    from mmengine.dataset import pseudo_collate
+
+    from visdet.engine.inference.sample_images import image_of_inputs
+    from visdet.engine.stages import StagedModel
+
+    frames_of_scene = StagedModel(model) if model else None
+    for item in frames:
+        sample = item["data_samples"]
+        if frames_of_scene:
+            with torch.no_grad():
+                (sample,) = frames_of_scene.test_step(pseudo_collate([item]))
+        image = image_of_inputs(item["inputs"], bgr)
+        yield visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
 
 
 def load_model(
