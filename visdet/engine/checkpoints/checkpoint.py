@@ -105,13 +105,13 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = F
     address = _address_of(given)
     if address is None:
         return _content_of(given, given, map_location, trust)
-    cached = _place_in_cache(address)
+    cached, digits = _place_in_cache(address)
     if cached.exists():
         try:
             return _content_of(str(cached), f"{given} in the cache, {cached},", map_location, trust)
         except DamagedCheckpointError as error:
             say(f"{error}; it is downloaded again")
-    return _downloaded(address, cached, map_location, trust)
+    return _downloaded(address, digits, cached, map_location, trust)
 
 
 def _content_of(path: str, source: str, map_location: Any, trust: bool) -> dict[str, Any]:
@@ -138,7 +138,8 @@ def _explained(error: Exception, size: int, source: str) -> CheckpointError:
     """Return the error to raise after torch's ``error``, for a file of ``size`` bytes."""
     if is_out_of_memory(error):
         return _not_now(source, f"the memory does not suffice for its {size} bytes")
-    reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
+    cause = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    reason = str(cause or error)
     if refused := _REFUSED.search(reason):
         name = refused[1]
         advice = _IF_TRUSTED if _exists(name) else _IF_UNKNOWN
@@ -198,8 +199,10 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     Raises:
         MissingCheckpointError: ``path`` is neither. The message names the checkpoints of its folder.
     """
-    path, file = str(path), Path(path)
-    is_known, is_folder = path.startswith(URL_SCHEMES) or path in PUBLISHED, file.is_dir()
+    path = str(path)
+    file = Path(path)
+    is_folder = file.is_dir()
+    is_known = path.startswith(URL_SCHEMES) or path in PUBLISHED
     if is_known or file.is_file() or (folder_is_fine and is_folder):
         return
     folder = file if is_folder else file.parent
@@ -227,18 +230,16 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
             return {key[len(start) :]: value for key, value in weights.items() if key.startswith(start)}
         return content
 
-    for prefix in ("", *URL_SCHEMES):
-        CheckpointLoader.register_scheme(prefix, load_from_file_or_url, force=True)
+    CheckpointLoader.register_scheme(("", *URL_SCHEMES), load_from_file_or_url, force=True)
 
 
-def _read(file: BinaryIO, map_location: Any, trust: bool) -> Any:
+def _read(file: "io.BufferedReader[Any]", map_location: Any, trust: bool) -> Any:
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
         _check_archive(file)
     file.seek(0)
-    start = file.read(64)
-    file.seek(0)
     if not is_archive:
+        start = file.peek(64)[:64]
         if start[8:9] == b"{":  # after the length of the header
             from safetensors.torch import load
 
@@ -278,25 +279,23 @@ def _address_of(path: str) -> str | None:
     return path if path.startswith(URL_SCHEMES) else None
 
 
-def _checksum_of(address: str) -> str | None:
-    found = _CHECKSUM_IN_NAME.search(Path(urlparse(address).path).name)
-    return found and found[1]
-
-
-def _place_in_cache(address: str) -> Path:
+def _place_in_cache(address: str) -> tuple[Path, str]:
+    """Return where the file of an address is kept, and the first digits of its checksum, or "" if it names none."""
     name = Path(urlparse(address).path).name
-    if _checksum_of(address) is None:  # Another address may end in the same name.
-        name = f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{name}"
-    return Path(torch.hub.get_dir(), "checkpoints", name)
+    folder = Path(torch.hub.get_dir(), "checkpoints")
+    if found := _CHECKSUM_IN_NAME.search(name):
+        return folder / name, found[1]
+    # Another address may end in the same name.
+    return folder / f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{name}", ""
 
 
-def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:
+def _downloaded(address: str, digits: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:
     """Return the content of the file at an address, which is kept in the cache if it can be read as a whole."""
     say(f"downloading {address} to {cached}")
     refused: CheckpointError | None = None
     with written_whole(cached, reaches_disk=False) as file:
         try:
-            _fetch(address, file)
+            _fetch(address, file, digits)
             content = _content_of(str(file), address, map_location, trust)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
@@ -315,18 +314,19 @@ def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> d
     return content
 
 
-def _fetch(address: str, file: Path) -> None:
-    """Write what a server sends into a file, and compare its length and the checksum that the address has."""
-    checksum, expected = hashlib.sha256(), _checksum_of(address)
+def _fetch(address: str, file: Path, digits: str) -> None:
+    """Write what a server sends into a file, and compare its length and the first digits of its checksum."""
+    checksum = hashlib.sha256()
     with urlopen(Request(address, headers={"User-Agent": "visdet"})) as answer, open(file, "wb") as opened:
         while part := answer.read(2**20):
             checksum.update(part)
             opened.write(part)
-        size, length = opened.tell(), answer.headers["Content-Length"]
+        size = opened.tell()
+        length = answer.headers["Content-Length"]
     if length is not None and size != int(length):
         raise DamagedCheckpointError(
             f"checkpoint {address} cannot be read: {size} of its {length} bytes have come"
         )
     found = checksum.hexdigest()
-    if expected is not None and not found.startswith(expected):
-        raise ValueError(f"invalid hash value (expected {expected!r}, got {found!r})")
+    if not found.startswith(digits):
+        raise ValueError(f"invalid hash value (expected {digits!r}, got {found!r})")

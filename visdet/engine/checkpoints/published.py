@@ -6,13 +6,14 @@ the head.
 """
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PUBLISHED", "converted"]
+__all__ = ["PUBLISHED", "converted", "revised"]
 
 # The config that the weights belong to, and their address, by the name that --from and the other commands take.
 PUBLISHED = {
@@ -144,6 +145,18 @@ _CLASSES = re.compile(r"bbox_head\.cls_branches\.(\d+)\.|dn_query_generator\.lab
 _BRANCH = re.compile(r"(bbox_head\.(?:cls|reg)_branches\.)\d+\.")
 
 
+def revised(state_dict: dict[str, Tensor], revise_keys: Collection[tuple[str, str]]) -> dict[str, Tensor]:
+    """Return the weights with other keys: each regular expression is replaced in all keys, in turn."""
+    weights: Any = OrderedDict()
+    for key, value in state_dict.items():
+        for pattern, replacement in revise_keys:
+            key = re.sub(pattern, replacement, key)
+        weights[key] = value
+    if hasattr(state_dict, "_metadata"):
+        weights._metadata = state_dict._metadata
+    return weights
+
+
 def converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return weights of another project under visdet's names, and weights of visdet or mmdet 3 as they are.
 
@@ -163,9 +176,7 @@ def converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
         rules[rf"^input_proj\.{k}\.1\."] = f"neck.{level}gn."
     result = {}
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, value in weights.items():
-        for old, new in rules.items():
-            key = re.sub(old, new, key)
+    for key, value in revised(weights, rules.items()).items():
         whole, mark, number = key.partition("@")
         if mark:
             parts[whole][number] = value

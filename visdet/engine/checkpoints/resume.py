@@ -30,12 +30,12 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
         CheckpointError: a file that may be intact cannot be read now, or can be read only with ``trust``. It is not
             passed over, because that could lose work.
     """
-    found, remarks = _newest(work_dir, trust)
-    return found and found[0], remarks
+    path, _, remarks = _newest(work_dir, trust)
+    return path, remarks
 
 
-def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any]] | None, list[str]]:
-    """Return the path and the content of the checkpoint, or None; see :func:`newest_readable_checkpoint`."""
+def _newest(work_dir: str | Path, trust: bool) -> tuple[str | None, dict[str, Any] | None, list[str]]:
+    """Return what :func:`newest_readable_checkpoint` does, and the content of the checkpoint between."""
     folder, remarks = Path(work_dir), []
     named = Path(newest_named(folder))
     files = _checkpoints_in(folder)
@@ -56,10 +56,10 @@ def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any
             remarks.append(str(error))
             continue
         if "optimizer" in content:
-            return (str(path), content), remarks
+            return str(path), content, remarks
         if path == last:
             remarks.append(f"checkpoint {path} holds no training state")
-    return None, remarks
+    return None, None, remarks
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
@@ -117,14 +117,13 @@ def read_to_resume(
 
 
 def _choose(resume: str, work_dir: str, trust: bool) -> tuple[str | None, dict[str, Any] | None, list[str]]:
-    folder = work_dir if resume == AUTO else resume
-    if not os.path.isdir(folder):
-        return (None, None, []) if resume == AUTO else (folder, read_checkpoint(folder, trust=trust), [])
-    found, remarks = _newest(folder, trust)
-    if found is not None:
-        return *found, remarks
-    if remarks or resume != AUTO:
+    is_auto = resume == AUTO
+    if not (is_auto or os.path.isdir(resume)):
+        return resume, read_checkpoint(resume, trust=trust), []
+    folder = work_dir if is_auto else resume
+    path, content, remarks = _newest(folder, trust)
+    if path is None and (remarks or not is_auto):
         reasons = "".join(f"\n  {remark}" for remark in remarks) or " none of them holds a training state"
-        advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
+        advice = "; to begin anew, choose another --work-dir" if is_auto else ""
         raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
-    return None, None, []
+    return path, content, remarks

@@ -233,36 +233,36 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
         )
     _restore_optimizer(runner, path, content)
     _restore_gradients(runner, path, meta)
-    memories = section_of(content, "hooks")
-    for name, hook in hooks_with_memory(runner.hooks).items():
-        with _restoring(path, f"hooks[{name!r}]"):
-            if name in memories:
-                _remember(hook, memories[name])
-    if lacking := _lacking(runner, content):
+    model = unwrapped(runner.model)
+    is_temporal = hasattr(model, "state_of_plain")
+    temporal_states = held("temporal_states") or []
+    with _restoring(path, "meta['temporal_states']"):
+        if is_temporal and len(temporal_states) == runner.world_size:
+            runner.steps.state = model.state_of_plain(temporal_states[runner.rank])
+    is_there = {
+        "meta['random_states']": held("random_states"),
+        "meta['temporal_states']": temporal_states or not is_temporal,
+        "param_schedulers": content.get("param_schedulers") or held("recipe") or not runner.param_schedulers,
+        **_restored_hooks(runner, path, section_of(content, "hooks")),
+    }
+    if lacking := [part for part, is_held in is_there.items() if not is_held]:
         warn(
             f"{path} is not complete: it lacks {listed(lacking)}. The run goes on from it otherwise than the run that "
             "wrote it would have"
         )
-    model = unwrapped(runner.model)
-    with _restoring(path, "meta['temporal_states']"):
-        states = held("temporal_states") or []
-        if hasattr(model, "state_of_plain") and len(states) == runner.world_size:
-            runner.steps.state = model.state_of_plain(states[runner.rank])
     return _random_state(runner, path, held("random_states"))
 
 
-def _lacking(runner: Any, content: dict[str, Any]) -> list[str]:
-    """Return the names of what this run needs and a checkpoint does not have."""
-    held, memories = content["meta"].get, section_of(content, "hooks")
-    is_temporal = hasattr(unwrapped(runner.model), "state_of_plain")
-    is_there = {
-        "meta['random_states']": held("random_states"),
-        "meta['temporal_states']": held("temporal_states") or not is_temporal,
-        "param_schedulers": content.get("param_schedulers") or held("recipe") or not runner.param_schedulers,
-    }
+def _restored_hooks(runner: Any, path: str, memories: dict[str, Any]) -> dict[str, bool]:
+    """Let the hooks remember what a checkpoint holds of them, and return whether it lacks nothing, by their places."""
+    is_there = {}
     for name, hook in hooks_with_memory(runner.hooks).items():
-        is_there[f"hooks[{name!r}]"] = name in memories or not memory_of(hook)
-    return [part for part, is_held in is_there.items() if not is_held]
+        part = f"hooks[{name!r}]"
+        with _restoring(path, part):
+            if name in memories:
+                _remember(hook, memories[name])
+            is_there[part] = name in memories or not memory_of(hook)
+    return is_there
 
 
 def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ import logging
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..config.build_errors import build_model
 from ..config.files import read_config
 from ..config.packaged import packaged_configs
 from ..errors import CheckpointError
-from .published import converted
+from .published import converted, revised
 
 MODULE_PREFIX = ((r"^module\.", ""),)  # what a wrapper of a model puts before the names of its weights
 
@@ -67,18 +67,6 @@ def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -
     print_log(report, logger="current", level=logging.WARNING)
 
 
-def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return the weights with other keys: each regular expression is replaced in all keys, in turn."""
-    weights: Any = OrderedDict()
-    for key, value in state_dict.items():
-        for pattern, replacement in revise_keys:
-            key = re.sub(pattern, replacement, key)
-        weights[key] = value
-    if hasattr(state_dict, "_metadata"):
-        weights._metadata = state_dict._metadata
-    return weights
-
-
 def own_names(
     weights: dict[str, Tensor], model: nn.Module, revise_keys: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Tensor]:
@@ -124,11 +112,7 @@ def load_weights(
     expected = model.state_dict()
     of_other_shape, of_other_type = differing(weights, expected)
     unfit = {**of_other_shape, **of_other_type}
-    fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in unfit)
-    metadata = getattr(weights, "_metadata", None)
-    if isinstance(metadata, dict) and all(isinstance(item, dict) for item in metadata.values()):
-        # The metadata has the versions by which modules migrate old weights.
-        fitting._metadata = metadata
+    fitting = _fitting(weights, unfit)
     masks = nonfinite_names(expected)  # such as buffers of minus infinity, which the model itself has made
     used = {key: value for key, value in fitting.items() if key in expected and key not in masks}
     check_finite(used, source, allow_nonfinite)
@@ -136,42 +120,53 @@ def load_weights(
     missing = [key for key in missing if key not in unfit and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or unfit):
         return
-    kind, total = type(model).__name__, len(expected)
+    kind = type(model).__name__
     others = {
         "missing": missing,
         "unexpected": unexpected,
         "of another shape": of_other_shape.values(),
         "of another type": of_other_type.values(),
     }
-
-    def told(shown: int) -> str:
-        return "; ".join(
-            f"{len(keys)} {what} ({listed(keys, shown)})" for what, keys in others.items() if keys
-        )
-
-    report = f"checkpoint {source} does not fit {kind}: {told(4)}"
-    none_fits = len(unexpected) == len(fitting)
-    if strict or none_fits:
-        if not none_fits:
-            report += (
-                ".\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands load "
-                "them with `--cfg-options strict_load=False`"
-            )
+    report = f"checkpoint {source} does not fit {kind}: {_told(others, 4)}"
+    if len(unexpected) == len(fitting):
         raise CheckpointError(f"{report}.")
-    loaded = total - len(missing) - len(unfit)
-    if 2 * loaded > total:
-        others_begin = f". The others begin anew: {told(10)}"
-    else:
-        others_begin = (
-            ", and the others begin anew.\nIt fits no config of the package: give that of its training"
+    if strict:
+        raise CheckpointError(
+            f"{report}.\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands "
+            "load them with `--cfg-options strict_load=False`."
         )
-        if fitting := config_that_fits(state_dict):
-            advice = f"The file fits the config {fitting}: let yours inherit that one"
-            others_begin = f", and the others begin anew.\n{advice}"
-    report = f"{loaded} of the {total} weights of {kind} are those of {source}{others_begin}"
+    total = len(expected)
+    loaded = total - len(missing) - len(unfit)
+    report = f"{loaded} of the {total} weights of {kind} are those of {source}"
+    if 2 * loaded > total:
+        report += f". The others begin anew: {_told(others, 10)}"
+    else:
+        report += f", and the others begin anew.\n{_advice_for(state_dict)}"
     print_log(report, logger="current", level=logging.WARNING)
     if lists_all:
-        print_log(f"what does not fit: {told(total + len(weights))}", logger="current")
+        print_log(f"what does not fit: {_told(others, total + len(weights))}", logger="current")
+
+
+def _fitting(weights: dict[str, Tensor], unfit: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the weights that fit, with the versions of modules, by which these migrate old weights, if there are."""
+    fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in unfit)
+    metadata = getattr(weights, "_metadata", None)
+    if isinstance(metadata, dict) and all(isinstance(item, dict) for item in metadata.values()):
+        fitting._metadata = metadata
+    return fitting
+
+
+def _told(others: Mapping[str, Collection[str]], shown: int) -> str:
+    """Return how many weights do not fit, and the names of some, by what is wrong with them."""
+    return "; ".join(f"{len(keys)} {what} ({listed(keys, shown)})" for what, keys in others.items() if keys)
+
+
+def _advice_for(state_dict: dict[str, Tensor]) -> str:
+    """Return which config to use for weights of which a model has only a few."""
+    config = config_that_fits(state_dict)
+    if config is None:
+        return "It fits no config of the package: give that of its training"
+    return f"The file fits the config {config}: let yours inherit that one"
 
 
 def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
