@@ -175,10 +175,7 @@ def test_files_are_cut_and_repeats_are_said(detector, tmp_path, stdout, monkeypa
     assert read_json(tmp_path / "out/predictions.json") == found
     assert "--nms" not in stdout()
     twice = detections(*[(0, 0.9, (0, 0, 10, 10))] * 2)
-    twice.path = files[0]
-    monkeypatch.setattr(
-        detector, "detect_items", lambda items, *_: iter([twice]) if list(items) else iter(())
-    )
+    monkeypatch.setattr(detector, "_predict", lambda items, *_: [twice.sample] * len(items))
     for nms, count in ((None, 2), (0.7, 1)):
         found, _ = detect_files(detector, files[:1], str(tmp_path / "out"), None, draws=False, nms=nms)
         assert len(found[0]["detections"]) == count == len(detector(files[0], nms=nms))

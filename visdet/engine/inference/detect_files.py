@@ -19,7 +19,7 @@ from ..process.console import say
 from ..process.places import check_work_dir
 from .detections import Detections
 from .given_images import GivenImage
-from .image_files import is_stream, is_video, one_or_several, pictures_folder
+from .image_files import AnyPath, is_stream, is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .read_ahead import computed_ahead
 
@@ -66,15 +66,15 @@ class _Run:
         return picture
 
     def results(self) -> Iterator[Detections]:
-        nms = self.nms
         for is_alone, group in groupby(self.paths, key=self._is_alone):
             if is_alone:
                 for path in group:
                     yield from self._of_file(path)
             else:
                 items = self._readable(group)
-                for found in self.detector.detect_items(items, self.batch_size, self.score_thr, self.amp):
-                    yield found if nms is None else found.nms(nms)
+                yield from self.detector.detect_items(
+                    items, self.batch_size, self.score_thr, self.amp, nms=self.nms
+                )
 
     def _is_alone(self, path: str) -> bool:
         """Return whether the images of a batch come from this file alone."""
@@ -115,7 +115,7 @@ class _Run:
 
 def detect_files(
     detector: "Detector",
-    files: str | os.PathLike | Iterable[str | os.PathLike],
+    files: AnyPath | Iterable[AnyPath],
     out_dir: str,
     score_thr: float | None,
     batch_size: int = 1,

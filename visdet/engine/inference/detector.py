@@ -38,8 +38,8 @@ from ..stages import StagedModel
 from .detect_files import detect_files, write_detections_file
 from .detections import Detections
 from .detector_config import checked_device, dataset_meta_of, model_class, takes_images, test_pipeline
-from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
-from .image_files import is_stream
+from .given_images import Array, GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
+from .image_files import AnyPath, is_stream
 from .read_ahead import computed_ahead
 from .sample_images import rgb_of_file
 from .tiles import joined, windows_of
@@ -170,21 +170,23 @@ class Detector:
             UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
         """
         images = as_array(images)
-        thresholds = self._checked_thresholds() if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
         video = video_of(images)
         is_one = is_one_image(images)
-        is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
+        is_finite = isinstance(images, AnyPath | Sequence | Array)
         # The images of a user's iterator are taken when they are needed, such as those of a camera.
         reads_ahead = is_finite and not is_one
-        options: Any = (batch_size, thresholds, bool(amp), graph)
+        options: Any = {
+            "batch_size": batch_size,
+            "thresholds": score_threshold,
+            "amp": bool(amp),
+            "graph": graph,
+        }
         if tiles is None:
             read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
-            found = self.detect_items(read, *options)
+            found = self.detect_items(read, nms=nms, **options)
         else:
-            found = self.detect_tiles(given, tiles, overlap, nms, *options)
-        if nms is not None:
-            found = (one.nms(nms) for one in found)
+            found = self.detect_tiles(given, tiles, overlap, nms, **options)
         rate = 25.0 if video is None or is_stream(video) else frames_per_second(video)
         if save_video is not None:
             found = written_as_video(found, save_video, rate)
@@ -195,7 +197,7 @@ class Detector:
 
     def _checked_thresholds(self) -> list[float]:
         given: Any = self.score_thresholds
-        given = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
+        given = given.tolist() if isinstance(given, Array) else given
         given = checked_value("score_thresholds", given, list[AtLeast0])  # One above 1 leaves its class out.
         count = len(self.dataset_meta["classes"])
         if len(given) != count:
@@ -211,6 +213,7 @@ class Detector:
         thresholds: float | list[float] | None = None,
         amp: bool = False,
         graph: bool | None = None,
+        nms: float | None = None,
     ) -> Iterator[Detections]:
         """Yield the detections in images that :meth:`item_of` has prepared. A call of the detector has the arguments.
 
@@ -223,7 +226,8 @@ class Detector:
             for (image, _), sample in zip(batch, samples, strict=True):
                 classes = self.dataset_meta["classes"]
                 options = (image.pixels, self._picture, image.frame, image.time, self.category_ids)
-                yield Detections(sample, classes, thresholds, *options)
+                found = Detections(sample, classes, thresholds, *options)
+                yield found if nms is None else found.nms(nms)
 
     def detect_tiles(
         self,
@@ -231,13 +235,13 @@ class Detector:
         tiles: int,
         overlap: float = 0.2,
         nms: float | None = None,
-        *options: Any,
+        **options: Any,
     ) -> Iterator[Detections]:
         """Yield the detections in images that are cut into tiles. A call of the detector has the arguments.
 
         Args:
             images: the images.
-            options: the arguments of :meth:`detect_items` after ``items``.
+            options: those arguments of :meth:`detect_items` that are not named here.
         """
         for image in images:
             pixels = rgb_of_file(image.path) if image.pixels is None else image.pixels
@@ -245,7 +249,7 @@ class Detector:
             shape = height, width
             windows = windows_of(height, width, tiles, overlap)
             crops = (GivenImage(pixels=pixels[y1:y2, x1:x2]) for x1, y1, x2, y2 in windows)
-            parts = list(self.detect_items(map(self._read, crops), *options))
+            parts = list(self.detect_items(map(self._read, crops), **options))
             yield joined(parts, windows, image, shape, overlap * tiles, 0.5 if nms is None else nms)
 
     def _read(self, image: GivenImage) -> tuple[GivenImage, dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The images that a detector is given: files, folders, videos, arrays, tensors, Pillow's images, and many of them."""
 
-import glob
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,12 +13,13 @@ from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError,
 from visdet.files.images import open_image, upper_bytes
 
 from ..process.console import say
-from .image_files import find_images, is_stream, is_video, local_path
+from .image_files import AnyPath, find_images, is_stream, is_video, local_path, matches_of
 
 __all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
 _KINDS = "paths, numpy arrays, tensors, images of Pillow, bytes or open files, or lists and iterators of them"
 _Content = bytes | bytearray | io.IOBase  # of a file
+Array = np.ndarray | torch.Tensor
 
 
 class GivenImage(NamedTuple):
@@ -40,9 +40,9 @@ class GivenImage(NamedTuple):
 
 def is_one_image(given: Any) -> bool:
     """Return whether a single image is given, so that a single result is expected."""
-    if isinstance(given, np.ndarray | torch.Tensor):
+    if isinstance(given, Array):
         return given.ndim != 4
-    if isinstance(given, str | os.PathLike):
+    if isinstance(given, AnyPath):
         path = local_path(given)
         return os.path.isfile(path) and not is_video(path)
     return isinstance(given, Image.Image | _Content)
@@ -50,9 +50,9 @@ def is_one_image(given: Any) -> bool:
 
 def video_of(given: Any) -> str | None:
     """Return the path of a video file that is given, or None if something else is."""
-    path = local_path(given) if isinstance(given, str | os.PathLike) else ""
-    is_pattern = not os.path.lexists(path) and bool(glob.glob(path, recursive=True))
-    return path if is_video(path) and not os.path.isdir(path) and not is_pattern else None
+    path = local_path(given) if isinstance(given, AnyPath) else ""
+    is_one = is_video(path) and not os.path.isdir(path) and matches_of(path) == [path]
+    return path if is_one else None
 
 
 def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> Iterator[GivenImage]:
@@ -81,15 +81,15 @@ def as_array(given: Any) -> Any:
 
     Its rows would be taken for images otherwise.
     """
-    is_of_others = not isinstance(given, np.ndarray | torch.Tensor) and getattr(given, "ndim", 0) > 1
+    is_of_others = not isinstance(given, Array) and getattr(given, "ndim", 0) > 1
     return np.asarray(given) if is_of_others else given
 
 
 def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImage]:
     match given:
         case str() | os.PathLike():
-            video = video_of(given)
-            for path in find_images([os.fspath(given)])[0] if video is None else [video]:
+            paths, _ = find_images(given)
+            for path in paths:
                 if is_video(path):
                     yield from _frames(path)
                 else:

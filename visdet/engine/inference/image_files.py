@@ -9,8 +9,18 @@ from pathlib import Path
 from visdet.errors import InvalidInputError, UserError, listed
 from visdet.files.images import PICTURE_SUFFIXES
 
-__all__ = ["find_images", "is_stream", "is_video", "local_path", "one_or_several", "pictures_folder"]
+__all__ = [
+    "AnyPath",
+    "find_images",
+    "is_stream",
+    "is_video",
+    "local_path",
+    "matches_of",
+    "one_or_several",
+    "pictures_folder",
+]
 
+AnyPath = str | os.PathLike
 _VIDEO_SUFFIXES = {
     ".mp4",
     ".m4v",
@@ -31,9 +41,9 @@ _SUFFIXES = _VIDEO_SUFFIXES | PICTURE_SUFFIXES
 _STREAMS = ("rtsp://", "rtsps://", "rtmp://", "udp://")
 
 
-def pictures_folder(out_dir: str) -> str:
+def pictures_folder(out_dir: AnyPath) -> Path:
     """Return the folder below ``--out-dir`` that the pictures go to."""
-    return os.path.join(out_dir, "pictures")
+    return Path(out_dir, "pictures")
 
 
 def is_stream(path: str) -> bool:
@@ -46,7 +56,7 @@ def is_video(path: str) -> bool:
     return is_stream(path) or Path(path).suffix.lower() in _VIDEO_SUFFIXES
 
 
-def local_path(given: str | os.PathLike) -> str:
+def local_path(given: AnyPath) -> str:
     """Return the path that is given, in which ``~`` may stand for the home folder.
 
     Raises:
@@ -62,13 +72,13 @@ def local_path(given: str | os.PathLike) -> str:
     return os.path.expanduser(path)
 
 
-def one_or_several(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str | os.PathLike]:
+def one_or_several(paths: AnyPath | Iterable[AnyPath]) -> list[AnyPath]:
     """Return the paths as a list, in which one path is an item."""
-    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    return [paths] if isinstance(paths, AnyPath) else list(paths)
 
 
 def find_images(
-    paths: str | os.PathLike | Iterable[str | os.PathLike], out_dir: str | os.PathLike | None = None
+    paths: AnyPath | Iterable[AnyPath], out_dir: AnyPath | None = None
 ) -> tuple[list[str], list[str]]:
     """Return the sorted paths of all images and videos, and a remark on each kind of file that is left out.
 
@@ -83,11 +93,10 @@ def find_images(
         UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is
             nothing to read.
     """
-    paths = one_or_several(paths)
-    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(os.fspath(out_dir))))
+    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(out_dir)))
     images: dict[str, None] = {}
     others: list[str] = []
-    for path in chain.from_iterable(_matches(local_path(given)) for given in paths):
+    for path in chain.from_iterable(matches_of(local_path(given)) for given in one_or_several(paths)):
         place = Path(path)
         if pictures and Path(os.path.realpath(path)).is_relative_to(pictures):
             raise UserError(
@@ -110,7 +119,7 @@ def find_images(
     return sorted(images), _remark(others)
 
 
-def _matches(path: str) -> list[str]:
+def matches_of(path: str) -> list[str]:
     """Return the paths that a pattern matches, or the path itself."""
     matches = [] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     return matches or [path]

@@ -77,6 +77,5 @@ def joined(
     sample = DetDataSample(metainfo={"ori_shape": shape, "img_path": path})
     sample.pred_instances = InstanceData.cat(found)
     first = parts[0]
-    is_of_file = path is not None and frame is None
-    options = (None if is_of_file else pixels, first.drawing, frame, time, first.category_ids)
+    options = (pixels, first.drawing, frame, time, first.category_ids)
     return Detections(sample, first.classes, 0.0, *options).nms(iou_threshold)
