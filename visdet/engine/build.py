@@ -321,8 +321,8 @@ def build_evaluator(cfg: Config, stage: str) -> Evaluator:
 def build_hooks(cfg: Config) -> list[Hook]:
     """Return the default hooks of mmengine, of this package and of the config, and then the custom ones."""
     by_key = {**_DEFAULT_HOOKS, **section_of(cfg, "default_hooks")}
-    given = [hook for hook in by_key.values() if hook is not None]
-    return [build_hook(cfg, hook) for hook in [*given, *(cfg.get("custom_hooks") or ())]]
+    given = [*by_key.values(), *several_of(cfg, "custom_hooks")]
+    return [build_hook(cfg, hook) for hook in given if hook is not None]
 
 
 def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
