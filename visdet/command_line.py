@@ -12,7 +12,8 @@ from visdet.errors import MissingPackageError
 from visdet.option_values import CfgOptions
 from visdet.train_extra import require_train_extra
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the numbers of mallopt's parameters in malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3  # the numbers of mallopt's parameters in malloc.h
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -148,7 +149,8 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     names = [name for name in (given["config"], given["checkpoint"]) if name is not None]
     names += given.get("images", ())
     if not any(other.startswith("-") for other in others):
-        names, others = names + others, []
+        names = names + others
+        others = []
     first = names.pop(0)
     if os.path.isfile(os.path.join(first, "model.json")):
         return f"{first} is an exported folder; its README.md says how it is run"
@@ -157,7 +159,8 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
         checkpoint = names.pop(0) if names else None
     given.update(config=first, checkpoint=checkpoint)
     if "images" in given:
-        given["images"], names = names, []
+        given["images"] = names
+        names = []
     missing = [name for name in given.get("required_names", ()) if not given[name]]
     if missing and checkpoint != first:
         missing[-1] += f" ({first} is no checkpoint, so that it was taken as the config)"
@@ -193,7 +196,8 @@ def complete_config(prefix: str, **_: Any) -> list[str]:
 def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:
     """Add an option for each keyword. Its default, whose type its values have, and its help are given."""
     for name, (default, text) in options.items():
-        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{text} (default: %(default)s)"
         kind = seed_number if name == "seed" else folder_name if name == "out_dir" else type(default)
         parser.add_argument(flag, type=kind, default=default, help=text)
 

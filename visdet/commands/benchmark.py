@@ -39,7 +39,9 @@ def run(
 
     cfg, _ = load_config(config, cfg_options)
     detector = Detector(cfg, checkpoint, device)
-    place, cuda, clock = detector.device, torch.cuda, time.perf_counter
+    place = detector.device
+    cuda = torch.cuda
+    clock = time.perf_counter
     height, width = shape or resized_to(cfg)
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     image = GivenImage(pixels=pixels)

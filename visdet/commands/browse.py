@@ -75,7 +75,8 @@ def run(
     for index in range(min(number, len(dataset))):
         item = dataset[index]
         check_packed(item)
-        image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
+        image = image_of_inputs(item["inputs"], is_bgr(cfg))
+        sample = item["data_samples"]
         name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
         # Without a window there is a folder.
         out_file = Path(folder, f"{name}.png") if folder else None
@@ -83,7 +84,8 @@ def run(
         if len(drawn) < 12:
             drawn.append((image, sample))
     if folder:
-        file, columns = Path(folder, "sheet.png"), 2 * visualizer.sheet_columns
+        file = Path(folder, "sheet.png")
+        columns = 2 * visualizer.sheet_columns
         images, samples = zip(*drawn, strict=True)
         visualizer.add_contact_sheet("sheet", images, samples, columns, out_file=file)
         say(f"wrote the pictures to {folder} and an overview to {file}")

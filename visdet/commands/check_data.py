@@ -103,7 +103,9 @@ def problems_of_coco(dataset: Any, split: str) -> list[str]:
     from visdet.errors import UserError
     from visdet.structures.coco_json import faults_of, load_coco_json, read_json
 
-    path, needs_annotations, backend = dataset.ann_file, not dataset.test_mode, dataset.backend_args
+    path = dataset.ann_file
+    needs_annotations = not dataset.test_mode
+    backend = dataset.backend_args
     folder = dataset.data_prefix["img"]
     try:
         faults = faults_of(read_json(path, backend), needs_annotations)

@@ -28,14 +28,16 @@ def run(runs: list[Path]) -> int:
     from visdet.errors import InvalidInputError, listed
 
     first, second = runs
-    pairs, found = [(first, second)], None
+    pairs = [(first, second)]
+    found = None
     if first.is_dir() and second.is_dir():
         curves = read_scalars(first)
         others = read_scalars(second)
         numbers = _numbers(curves, others)
         found = parting(numbers, _numbers(others, curves))
         say(f"logs, {len(numbers)} numbers: {found or 'equal'}" if numbers else "logs: no step in common")
-        names, other_names = _checkpoints(first), _checkpoints(second)
+        names = _checkpoints(first)
+        other_names = _checkpoints(second)
         in_order = sorted(sorted(names & other_names), key=len)  # iter_9.pth, iter_10.pth
         pairs = [(first / name, second / name) for name in in_order]
         if not pairs:

@@ -51,6 +51,14 @@ def _with_progress(results: Iterator[Any], num_files: int) -> Iterable[Any]:
     return track(results, "", num_files, console=console, transient=True)
 
 
+def _counts(found: list[dict[str, Any]]) -> str:
+    """Return how many detections there are, and in how many images and frames."""
+    total = sum(len(image["detections"]) for image in found)
+    frames = sum("frame" in image for image in found)
+    of_videos = f" and {frames} frames of videos" if frames else ""
+    return f"{total} detections in {len(found) - frames} images{of_videos}"
+
+
 @contextmanager
 def _new_folder() -> Iterator[str]:
     """Make the first of work_dirs/detections, work_dirs/detections_2 … that does not exist; no other run takes it.
@@ -93,13 +101,7 @@ def _detect(
     nms: float | None,
     **others: Any,
 ) -> None:
-    from visdet.engine import (
-        Detector,
-        detect_files,
-        find_images,
-        load_config,
-        say,
-    )
+    from visdet.engine import Detector, detect_files, find_images, load_config, say
     from visdet.engine.checkpoints.score_thresholds import told_thresholds
     from visdet.engine.config.checks import section_of
     from visdet.engine.inference.detect_files import check_shares
@@ -114,28 +116,20 @@ def _detect(
     check_out_file(os.path.join(out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, checkpoint, device)
     if score_thr is None:
-        names, thresholds = detector.dataset_meta["classes"], detector.score_thresholds
+        names = detector.dataset_meta["classes"]
+        thresholds = detector.score_thresholds
         origin = detector.origin_of_thresholds
     else:
-        names, thresholds, origin = ["all"], [score_thr], "--score-thr"
+        names = ["all"]
+        thresholds = [score_thr]
+        origin = "--score-thr"
     say(told_thresholds(names, thresholds, origin))
+    others["shown"] = _with_progress
     found, failures = detect_files(
-        detector,
-        files,
-        out_dir,
-        score_thr,
-        draws=draws,
-        shown=_with_progress,
-        overlap=overlap,
-        nms=nms,
-        **others,
+        detector, files, out_dir, score_thr, draws=draws, overlap=overlap, nms=nms, **others
     )
-    total = sum(len(image["detections"]) for image in found)
-    frames = sum("frame" in image for image in found)
-    of_videos = f" and {frames} frames of videos" if frames else ""
     pictures = f" and {out_dir}/pictures" if draws else ""
-    read = f"{len(found) - frames} images{of_videos}"
-    say(f"wrote {total} detections in {read} to {out_dir}/predictions.json{pictures}")
+    say(f"wrote {_counts(found)} to {out_dir}/predictions.json{pictures}")
     side = section_of(cfg, "visualizer").get("min_side", 480)
     if draws and (small := sum(max(one["height"], one["width"]) < side for one in found)):
         left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")

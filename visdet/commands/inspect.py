@@ -75,7 +75,8 @@ def exported_rows(folder: str) -> dict[str, Any]:
 
     from visdet.errors import InvalidInputError, MissingFileError, listed
 
-    file, files = Path(folder, "model.json"), sorted(os.listdir(folder))
+    file = Path(folder, "model.json")
+    files = sorted(os.listdir(folder))
     if not file.is_file():
         checkpoints = fnmatch.filter(files, "*.pth")
         advice = f". Give one of its checkpoints: {listed(checkpoints)}" if checkpoints else ""

@@ -136,7 +136,8 @@ def build_visualizer(cfg: Config, folder: str) -> Visualizer:
 
 def model_of(cfg: Config) -> nn.Module:
     """Return the model of a config, with the ``data_preprocessor`` of the config unless it has one itself."""
-    model, data_preprocessor = cfg.model, cfg.get("data_preprocessor")
+    model = cfg.model
+    data_preprocessor = cfg.get("data_preprocessor")
     if isinstance(model, nn.Module):
         return model
     if data_preprocessor is not None:
@@ -148,7 +149,8 @@ def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Mod
     """Return a model on its device, wrapped if it is trained by several processes, on GPUs or on CPUs."""
     if is_model_wrapper(model):
         return model
-    model, given = model.to(get_device()), cfg.get
+    model = model.to(get_device())
+    given = cfg.get
     if not is_one_of_several:
         return revert_sync_batchnorm(model)
     if implementation := given("sync_bn"):

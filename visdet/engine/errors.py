@@ -73,7 +73,9 @@ def _of_system(error: BaseException) -> str | None:
     """Return the message of a file, a disk or a limit of the system that refuses, or None for any other error."""
     if not isinstance(error, OSError):
         return None
-    file, reason, number = error.filename, error.strerror, error.errno
+    file = error.filename
+    reason = error.strerror
+    number = error.errno
     if number in _OF_HANDLES:
         return f"cannot open {file or 'a file'}: {reason}. Raise the limit by `ulimit -n 65536`, or lower num_workers"
     if number not in _OF_THE_DISK and (number not in _OF_A_FILE or file is None):

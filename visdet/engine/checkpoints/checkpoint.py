@@ -40,7 +40,8 @@ from .published import PUBLISHED
 from .weights import check_finite, weights_of
 
 LAST_CHECKPOINT = "last_checkpoint"
-LAST, BEST = "last.pth", "best.pth"  # links in the folder of a run
+LAST = "last.pth"
+BEST = "best.pth"  # links in the folder of a run
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 # The lists of addresses whose names follow a scheme in mmengine's configs.

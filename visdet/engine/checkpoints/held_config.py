@@ -81,7 +81,8 @@ def load_config(
     if names_checkpoint(config):
         from .checkpoint import read_checkpoint
 
-        path, trust = os.path.expanduser(config), bool(options and options.get("trust_checkpoint"))
+        path = os.path.expanduser(config)
+        trust = bool(options and options.get("trust_checkpoint"))
         config = config_of(read_checkpoint(path, trust=trust), path, trust)
     return load_written_config(config, options, work_dir)
 
@@ -142,10 +143,12 @@ def say_differences(cfg: Config, content: Mapping[str, Any], path: str) -> None:
         held = config_of(content, path)
     except (CheckpointError, ConfigError):
         return  # It holds none, or one that cannot be compared without running its code.
-    here, there = _what_predicts(cfg), _what_predicts(held)
+    here = _what_predicts(cfg)
+    there = _what_predicts(held)
     found = []
     for key in {**there, **here}:
-        own, other = here.get(key), there.get(key)
+        own = here.get(key)
+        other = there.get(key)
         if own != other:
             found.append(f"{key} is {own!r:.60} (there {other!r:.60})")
     if found:
@@ -162,7 +165,8 @@ def _what_predicts(cfg: Config) -> dict[str, Any]:
 
 def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
     """Return the values in the text of a config, and the names whose values are no literals."""
-    values, code = {}, []
+    values = {}
+    code = []
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -38,7 +38,8 @@ def name_newest(work_dir: str, message_hub: MessageHub) -> None:
     here = (newest.with_name(path.name) if last else path for path in known)
     best = next(filter(Path.is_file, here), newest)
     for name, path in ((LAST, newest), (BEST, best)):
-        link, partial = folder / name, folder / f"{name}.partial"
+        link = folder / name
+        partial = folder / f"{name}.partial"
         is_of_user = link.exists() and not link.is_symlink()
         if path.is_file() and not is_of_user:
             with suppress(OSError):  # Some file systems have no links.

@@ -36,7 +36,8 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
 
 def _newest(work_dir: str | Path, trust: bool) -> tuple[str | None, dict[str, Any] | None, list[str]]:
     """Return what :func:`newest_readable_checkpoint` does, and the content of the checkpoint between."""
-    folder, remarks = Path(work_dir), []
+    folder = Path(work_dir)
+    remarks = []
     named = Path(newest_named(folder))
     files = _checkpoints_in(folder)
     if not files and named.is_file():
@@ -89,7 +90,8 @@ def read_to_resume(
     """
     path: str | None = None
     remarks: list[str] = []
-    content, problem = None, None
+    content = None
+    problem = None
     if is_main_process():
         try:
             path, content, remarks = _choose(

@@ -70,7 +70,8 @@ def collected_state(
     of_processes = _states_of_processes(runner) if save_optimizer else {}
     if get_rank() != 0:
         return {}
-    loop, wrapper = runner.train_loop, runner.optim_wrapper
+    loop = runner.train_loop
+    wrapper = runner.optim_wrapper
     loader = loop.dataloader
     dataset = loader.dataset
     state = {
@@ -117,7 +118,8 @@ def _states_of_processes(runner: Any) -> dict[str, Any]:
             "that is resumed from it differs. Let all processes call save_checkpoint, of which the main one writes"
         )
         return {}
-    model, wrapper = unwrapped(runner.model), runner.optim_wrapper
+    model = unwrapped(runner.model)
+    wrapper = runner.optim_wrapper
     states: dict[str, Any] = {
         "random_states": all_gather_object(current_random_state()),
         "accumulated_gradients": None,
@@ -142,7 +144,8 @@ def _all_processes_come(runner: Any) -> bool:
 
     The main process waits a minute for the others, and tells those that come later that it has gone on alone.
     """
-    processes, own = get_world_size(), get_rank()
+    processes = get_world_size()
+    own = get_rank()
     if processes == 1:
         return True
     store = distributed_c10d._get_default_store()
@@ -215,10 +218,14 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
     Raises:
         CheckpointError: a part does not fit this run. The message names it.
     """
-    meta, loop, warn = content["meta"], runner.train_loop, runner.logger.warning
-    held, seed = meta.get, runner.seed
+    meta = content["meta"]
+    loop = runner.train_loop
+    warn = runner.logger.warning
+    held = meta.get
+    seed = runner.seed
     with _restoring(path, "meta"):
-        loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
+        loop.epoch = int(meta["epoch"])
+        loop.iter = int(meta["iter"])
         if min(loop.epoch, loop.iter) < 0:
             raise ValueError("a count is negative")
         _go_on_in_data(runner, path, meta)
@@ -270,7 +277,8 @@ def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:
     with _restoring(path, "meta['random_states']"):
         if states is None:
             return None
-        before, processes = len(states), runner.world_size
+        before = len(states)
+        processes = runner.world_size
         if before == processes:
             own = states[runner.rank]
             with preserved_random_state():
@@ -289,8 +297,12 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
     The optimizers must be of the same classes and for the same parameters. torch does not compare shapes: a fused
     optimizer would read and write beyond the memory of a smaller tensor.
     """
-    meta, wrapper, loop = content["meta"], runner.optim_wrapper, runner.train_loop
-    optimizer, schedules, now_recipe = wrapper.optimizer, runner.param_schedulers, runner.recipe
+    meta = content["meta"]
+    wrapper = runner.optim_wrapper
+    loop = runner.train_loop
+    optimizer = wrapper.optimizer
+    schedules = runner.param_schedulers
+    now_recipe = runner.recipe
     warn = runner.logger.warning
     now = type(optimizer).__name__
     before = meta.get("optimizers") or {"": now}
@@ -302,7 +314,9 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
         wrapper.load_state_dict(content["optimizer"])
         _check_moments(optimizer)
     with _restoring(path, "param_schedulers"):
-        saved, recipe, done = content.get("param_schedulers"), meta.get("recipe"), loop.iter
+        saved = content.get("param_schedulers")
+        recipe = meta.get("recipe")
+        done = loop.iter
         is_changed = recipe is not None and (recipe != now_recipe or not saved)
         load_schedules(schedules, saved, is_trial=is_changed)
         if recipe is None:
@@ -326,7 +340,8 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
         for position, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter, {})
             for key in set(_MOMENTS).intersection(state):
-                moment, expected = state[key], tuple(parameter.shape)
+                moment = state[key]
+                expected = tuple(parameter.shape)
                 shape = tuple(getattr(moment, "shape", ()))
                 if moment is not None and shape != expected:
                     raise ValueError(f"{key} of parameter {position} has the shape {shape}, not {expected}")
@@ -340,7 +355,8 @@ def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
     if saved is None:
         return
     with _restoring(path, "meta['accumulated_gradients']"):
-        by_rank, processes = saved.get("by_rank", {}), runner.world_size
+        by_rank = saved.get("by_rank", {})
+        processes = runner.world_size
         fits = saved.get("accumulative_counts") == [count]
         if fits and all(len(gradients) == processes for gradients in by_rank.values()):
             for name, parameter in unwrapped(runner.model).named_parameters():
@@ -359,14 +375,24 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     No sample is left out where the order of the samples does not depend on the batches, as with samplers of torch and
     mmengine. Those that the earlier run read of a batch of this run are read again.
     """
-    loop, loader, processes, held = runner.train_loop, runner.train_dataloader, runner.world_size, meta.get
-    now, size, batches_of_run = len(loader), _batch_size(loader), loader.batch_sampler
-    by_epoch, iteration, epoch = loop.by_epoch, loop.iter, loop.epoch
+    loop = runner.train_loop
+    loader = runner.train_dataloader
+    processes = runner.world_size
+    held = meta.get
+    now = len(loader)
+    size = _batch_size(loader)
+    batches_of_run = loader.batch_sampler
+    by_epoch = loop.by_epoch
+    iteration = loop.iter
+    epoch = loop.epoch
     is_endless = batches_of_run.endless_part is not None
-    before, ahead = held("iterations_per_epoch") or now, held("batches_ahead", 0)
+    before = held("iterations_per_epoch") or now
+    ahead = held("batches_ahead", 0)
     loop.batches_ahead = ahead
-    size_before, processes_before = held("batch_size", size), held("processes", processes)
-    images, images_before = size * processes, size_before * processes_before
+    size_before = held("batch_size", size)
+    processes_before = held("processes", processes)
+    images = size * processes
+    images_before = size_before * processes_before
     if before == now and images_before == images:
         return
     drawn = iteration + ahead

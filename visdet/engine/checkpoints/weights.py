@@ -171,7 +171,8 @@ def _advice_for(state_dict: dict[str, Tensor]) -> str:
 
 def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
     """Return the name of the package's config whose model has nearly all of these weights, or None."""
-    best, best_share = None, 0.95
+    best = None
+    best_share = 0.95
     for name in packaged_configs():
         try:
             cfg = read_config(name)
@@ -185,5 +186,6 @@ def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
         count = sum(key in expected and value.shape == expected[key].shape for key, value in weights.items())
         share = count / max(len(expected), len(weights))
         if share > best_share:
-            best, best_share = name, share
+            best = name
+            best_share = share
     return best

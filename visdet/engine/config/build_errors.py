@@ -59,7 +59,8 @@ def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Ite
         yield
     except Exception as error:
         given = {name: cfg[name] for name in sections if cfg.get(name) is not None}
-        place, text = _place_of(error, given), str(error)
+        place = _place_of(error, given)
+        text = str(error)
         if isinstance(error, UserError):
             if not messages_name_it:
                 add_hint(error, f"in the config: {place}")

@@ -103,7 +103,8 @@ def check_counting(cfg: Any) -> None:
     parts += [("param_scheduler", schedule) for schedule in several_of(cfg, "param_scheduler")]
     for name, part in parts:
         given = part.get if isinstance(part, dict) else {}.get
-        kind, by_epoch = given("type"), given("by_epoch", True) is True
+        kind = given("type")
+        by_epoch = given("by_epoch", True) is True
         # A plateau is looked for after each validation.
         acts = not by_epoch or given("convert_to_iter_based") or "ReduceOnPlateau" in str(kind)
         if kind and not acts:

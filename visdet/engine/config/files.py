@@ -219,7 +219,8 @@ def _bases_of(content: Any, readers: tuple[str, ...]) -> list[tuple[str, str, st
     Raises:
         ConfigError: there is no such base, it is one of the readers, or it is a program that they may not run.
     """
-    first, last = readers[0], readers[-1]
+    first = readers[0]
+    last = readers[-1]
     found = [(name, *_path_of_base(name, last)) for name in _names_of_bases(content)]
     are_python = any(reader.endswith(".py") for reader in readers)
     folder = Path(first).resolve().parent
@@ -296,7 +297,8 @@ def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, A
 
 def _told(error: BaseException, path: str) -> BaseException:
     """Return a ConfigError if a config raised an error, and the error with a hint if code of the user did."""
-    last, shown = traceback.extract_tb(error.__traceback__)[-1], _shown(path)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    shown = _shown(path)
     file = last.filename
     if file == os.path.abspath(path):
         place = f"({shown}, line {last.lineno})"

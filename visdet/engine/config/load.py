@@ -186,7 +186,8 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
         ConfigError: parts are missing, which the message names; only some of the keys of validation or of testing are
             None.
     """
-    path, value_of = cfg.filename, cfg.get
+    path = cfg.filename
+    value_of = cfg.get
     missing = [key for key in (_TRAINING_KEYS if for_training else _TEST_KEYS) if value_of(key) is None]
     if missing:
         raise ConfigError(f"config {path} lacks {', '.join(missing)}")

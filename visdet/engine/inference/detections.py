@@ -87,7 +87,9 @@ class Detections:
         is_known = category_ids and len(category_ids) == len(self.classes) and None not in category_ids
         self.category_ids = category_ids if is_known else None
         found = sample.pred_instances
-        boxes, scores, labels = found.bboxes, found.scores.float(), found.labels
+        boxes = found.bboxes
+        scores = found.scores.float()
+        labels = found.labels
         self.path: str | None = sample.get("img_path")
         self.frame = frame
         self.time = time
@@ -99,7 +101,9 @@ class Detections:
         order = torch.argsort(scores, descending=True, stable=True)
         least = torch.as_tensor(thresholds, dtype=torch.float32, device=scores.device)
         kept = order[(scores >= (least[labels] if least.dim() else least))[order]]
-        kept_boxes, kept_scores, kept_labels = boxes[kept].float(), scores[kept], labels[kept]
+        kept_boxes = boxes[kept].float()
+        kept_scores = scores[kept]
+        kept_labels = labels[kept]
         self.boxes: Tensor = kept_boxes
         self.scores: Tensor = kept_scores
         self.labels: Tensor = kept_labels
@@ -107,7 +111,8 @@ class Detections:
         own = sample.new()
         own.pred_instances = InstanceData(bboxes=kept_boxes, scores=kept_scores, labels=kept_labels)
         self.sample = own
-        self._image, self.drawing = image, draw
+        self._image = image
+        self.drawing = draw
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -212,7 +217,9 @@ class Detections:
         (5 decimals) and ``bbox_xyxy`` (2 decimals). A turned box has ``bbox_cxcywha`` (5 decimals; the angle is in
         radians and turns clockwise) and ``polygon``, its four corners [x, y], instead of ``bbox_xyxy``.
         """
-        frame, time, numbers = self.frame, self.time, self.category_ids
+        frame = self.frame
+        time = self.time
+        numbers = self.category_ids
         record: dict[str, Any] = {"file": self.path}
         if frame is not None:
             record["frame"] = frame

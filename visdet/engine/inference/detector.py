@@ -258,7 +258,8 @@ class Detector:
     @cpu_by_default()
     def item_of(self, image: GivenImage) -> dict[str, Any]:
         """Return what the test pipeline makes of an image."""
-        pipeline, pixels = self._pipeline, image.pixels
+        pipeline = self._pipeline
+        pixels = image.pixels
         given: dict[str, Any] = {"img_path": image.path, "img_id": 0}
         if pixels is not None:
             first = type(pipeline.transforms[0]).__name__

@@ -58,12 +58,11 @@ def test_pipeline(cfg: Config) -> list[dict]:
 
 def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
-    meta, dataset = meta_of(checkpoint), _test_dataset(cfg)
-    of_checkpoint, older_names, metainfo = (
-        meta.get("dataset_meta"),
-        meta.get("CLASSES"),
-        dataset.get("metainfo"),
-    )
+    meta = meta_of(checkpoint)
+    dataset = _test_dataset(cfg)
+    of_checkpoint = meta.get("dataset_meta")
+    older_names = meta.get("CLASSES")
+    metainfo = dataset.get("metainfo")
     found = of_checkpoint or metainfo or {}
     owner = "test_dataloader.dataset.metainfo"
     if of_checkpoint or older_names:

@@ -168,7 +168,8 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
         raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {dtype}")
     if kind == "u" and dtype.itemsize == 2:  # in either order of the bytes
         return upper_bytes(image, "infer", name)
-    low, high = image.min(), image.max()
+    low = image.min()
+    high = image.max()
     is_float = kind == "f"
     # Resizing and conversions leave rounding errors.
     top, slack = (1, 0.001) if is_float else (255, 0)
@@ -214,11 +215,14 @@ def _frames(path: str) -> Iterator[GivenImage]:
     import cv2
 
     video = _opened(path)
-    fact, milliseconds = video.get, cv2.CAP_PROP_POS_MSEC
+    fact = video.get
+    milliseconds = cv2.CAP_PROP_POS_MSEC
     is_read, frame = video.read()
     if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
-    number, time, longest = 0, max(fact(milliseconds) / 1000, 0.0), 0.0
+    number = 0
+    time = max(fact(milliseconds) / 1000, 0.0)
+    longest = 0.0
     rate = _rate_of(video)
     first = fact(getattr(cv2, "CAP_PROP_PTS", -1))  # 0 in versions of OpenCV that do not know it
     while is_read:
@@ -228,7 +232,8 @@ def _frames(path: str) -> Iterator[GivenImage]:
         shown = fact(milliseconds) / 1000
         # A stream may give no times, and a damaged file the same one again.
         after = shown if shown > time else time + 1 / rate
-        longest, time = max(longest, after - time), after
+        longest = max(longest, after - time)
+        time = after
     says_number = not is_stream(path) and rate == fact(cv2.CAP_PROP_FPS)
     announced = int(fact(cv2.CAP_PROP_FRAME_COUNT)) if says_number else 0
     # Some formats give the duration alone, with the time before the first frame. OpenCV estimates the number by it.

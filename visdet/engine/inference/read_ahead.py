@@ -25,7 +25,8 @@ def computed_ahead(
     Raises:
         Exception: what ``function`` or ``values`` raises comes at its place in the order.
     """
-    end, remaining = object(), iter(values)
+    end = object()
+    remaining = iter(values)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(threads) as computer:
 
         def start_next() -> Any:

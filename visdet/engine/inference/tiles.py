@@ -26,7 +26,8 @@ def windows_of(height: int, width: int, side: int, overlap: float) -> list[Windo
         side: the sides of a tile. A picture that is not larger is one window.
         overlap: the share of its side that a tile has in common with the next one, at least.
     """
-    rows, columns = _starts(height, side, overlap), _starts(width, side, overlap)
+    rows = _starts(height, side, overlap)
+    columns = _starts(width, side, overlap)
     windows = []
     for y in rows:
         for x in columns:
@@ -62,7 +63,8 @@ def joined(
     height, width = shape
     found = []
     for part, (x1, y1, x2, y2) in zip(parts, windows, strict=True):
-        columns, rows = x2 - x1, y2 - y1
+        columns = x2 - x1
+        rows = y2 - y1
         margin = _EDGE * max(columns, rows)
         own = part.enclosing_boxes
         starts, ends = own.split(2, dim=1)

@@ -115,7 +115,9 @@ def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
     import cv2
 
     log: Any = cv2.utils.logging
-    level, set_level, kind = log.getLogLevel(), log.setLogLevel, cv2.VideoWriter
+    level = log.getLogLevel()
+    set_level = log.setLogLevel
+    kind = cv2.VideoWriter
     set_level(log.LOG_LEVEL_SILENT)
     try:
         for codec in ("avc1", "mp4v"):
