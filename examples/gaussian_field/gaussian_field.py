@@ -13,6 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.utils.data import Dataset
 
 from visdet.checks.array_files import load_array
@@ -130,9 +131,9 @@ class Field(Family):
         """Return the field."""
         return (self.model.raw_outputs(*tensors),)
 
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of points that are possible."""
-        return {} if self.batch else {"batch": (1, 1 << 24)}
+    def dynamic(self) -> dict[str, dict[int, Dim]]:
+        """Return the axis of the points, with the numbers of them that are possible."""
+        return {} if self.batch else {"points": {0: Dim("batch", min=1, max=16_777_216)}}
 
     def cases(self) -> Iterator[list[Tensors]]:
         """Yield points around the means."""

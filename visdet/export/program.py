@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from .plain_operators import in_plain_operators
 from .standard_operators import standard_operators
 
-MAX_BATCH = 64
+BATCH = Dim("batch", min=1, max=64)
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Program:
             ``outputs``.
         inputs: the names and examples of the inputs.
         outputs: the names of the outputs.
-        dynamic: for each input, the names of the axes whose size may change, by axis.
-        ranges: the least and the greatest size of each of these names.
+        dynamic: for each input, the axes whose size may change, with the name, the least and the greatest size of each.
         calibration: inputs from data, by which a format quantises the image features, or None not to do so.
         custom_op: the runtime for which ``standard`` has nodes of visdet's operators, or None.
     """
@@ -35,8 +34,7 @@ class Program:
     module: nn.Module
     inputs: dict[str, Tensor]
     outputs: tuple[str, ...]
-    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    dynamic: Mapping[str, Mapping[int, Dim]] = field(default_factory=dict)
     calibration: Iterable[dict[str, Tensor]] | None = None
     custom_op: str | None = None
 
@@ -52,14 +50,10 @@ class Program:
             return in_plain_operators(self._traced())
 
     def _traced(self) -> ExportedProgram:
-        sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
-        shapes = []
-        for name in self.inputs:
-            axes = self.dynamic.get(name, {})
-            shapes.append({axis: sizes[size] for axis, size in axes.items()})
+        axes = tuple(self.dynamic.get(name, {}) for name in self.inputs)
         with torch.no_grad(), _pooling_of_any_size():
             return torch.export.export(
-                self.module, tuple(self.inputs.values()), dynamic_shapes=(tuple(shapes),), strict=False
+                self.module, tuple(self.inputs.values()), dynamic_shapes=(axes,), strict=False
             )
 
 

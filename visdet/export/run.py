@@ -248,11 +248,15 @@ def _latencies(family: Family, run: Run) -> dict[str, Any]:
 def _described(family: Family, program: Program) -> dict[str, Any]:
     """Return what ``model.json`` says of the model, its inputs and its outputs."""
     inputs = {}
+    ranges = {}
     for name, tensor in program.inputs.items():
-        names_of_axes = program.dynamic.get(name, {})
+        shape: list[Any] = list(tensor.shape)
+        for axis, size in program.dynamic.get(name, {}).items():
+            shape[axis] = size.__name__
+            ranges[size.__name__] = (size.min, size.max)
         inputs[name] = {
             "type": str(tensor.dtype).removeprefix("torch."),
-            "shape": [names_of_axes.get(axis, size) for axis, size in enumerate(tensor.shape)],
+            "shape": shape,
             "meaning": family.about.get(name, ""),
         }
     return {
@@ -263,7 +267,7 @@ def _described(family: Family, program: Program) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "inputs": inputs,
-        "ranges": program.ranges,
+        "ranges": ranges,
         "outputs": {name: family.about.get(name, "") for name in family.output_names},
         "states": family.states,
     }

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from visdet.models.transfer import device_of
 
-from ..program import MAX_BATCH, Program
+from ..program import BATCH, Program
 
 Tensors = dict[str, Tensor]
 
@@ -53,15 +54,11 @@ class Family(nn.Module, ABC):
     def program(self) -> Program:
         """Return the program of this model."""
         example = next(self.cases())[0]
-        return Program(self, example, self.output_names, self.dynamic(), self.ranges())
+        return Program(self, example, self.output_names, self.dynamic())
 
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        """Return the least and the greatest size of the axes that may change, by name."""
-        return {} if self.batch else {"batch": (1, MAX_BATCH)}
-
-    def dynamic(self) -> dict[str, dict[int, str]]:
-        """Return the names of the axes that may change, for each input."""
-        return {} if self.batch else {name: {0: "batch"} for name in self.input_names}
+    def dynamic(self) -> dict[str, dict[int, Dim]]:
+        """Return the axes that may change, for each input."""
+        return {} if self.batch else {name: {0: BATCH} for name in self.input_names}
 
     def state_after(self, outputs: Tensors) -> Tensors:
         """Return the inputs of the next call that outputs of this one are."""

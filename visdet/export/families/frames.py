@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.export import Dim
 
 from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.models.sparsedrive.deformable_feature_aggregation import DeformableFeatureAggregation
@@ -160,7 +161,7 @@ class Frames(Family):
         results, after = self.model.detections(DrivingBatch.of(given["images"], given, state), features)
         return (*tensors_of(results), *(tensors_of(_kept(after)) if self.is_temporal else ()))
 
-    def dynamic(self) -> dict[str, dict[int, str]]:
+    def dynamic(self) -> dict[str, dict[int, Dim]]:
         return {name: axes for name, axes in super().dynamic().items() if not name.endswith(".prev_id")}
 
     def empty_state(self, batch: int) -> Tensors:

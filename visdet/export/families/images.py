@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from visdet.execution.tensor_tree import map_tensors
@@ -18,7 +19,9 @@ from ..precision import is_in_bfloat16
 from .family import Family, Tensors, seeded
 
 BOXES = "(x1, y1, x2, y2), or rotated (cx, cy, w, h, angle) with clockwise radians"
-_SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
+_LEAST, _MOST = 96, 4096  # pixels; a map of the coarsest level needs two rows and two columns
+_HEIGHT = Dim("height", min=_LEAST, max=_MOST)
+_WIDTH = Dim("width", min=_LEAST, max=_MOST)
 
 
 class _LinearLayersInBfloat16(TorchFunctionMode):
@@ -62,12 +65,9 @@ class Images(Family):
             found = self.model.detections(batch)
         return tuple(found[name] for name in self.output_names)
 
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        return super().ranges() | ({} if self.shape else {"height": _SIDES, "width": _SIDES})
-
-    def dynamic(self) -> dict[str, dict[int, str]]:
+    def dynamic(self) -> dict[str, dict[int, Dim]]:
         axes = super().dynamic()
-        return axes if self.shape else axes | {"images": {**axes.get("images", {}), 2: "height", 3: "width"}}
+        return axes if self.shape else axes | {"images": {**axes.get("images", {}), 2: _HEIGHT, 3: _WIDTH}}
 
     def cases(self) -> Iterator[list[Tensors]]:
         generator = seeded()
@@ -86,12 +86,11 @@ class Images(Family):
     def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         sizes = torch.tensor(image_sizes(inputs, data_samples), device=inputs.device)
         rows, columns = inputs.shape[-2:]
-        least, most = _SIDES
-        height, width = self.shape or (max(rows, least), max(columns, least))
-        if rows > height or columns > width or max(height, width) > most:
+        height, width = self.shape or (max(rows, _LEAST), max(columns, _LEAST))
+        if rows > height or columns > width or max(height, width) > _MOST:
             raise ExportError(
                 f"images of {rows} x {columns} pixels (height x width) are outside the exported "
-                f"range, up to {self.shape or (most, most)}: give a larger --shape, or --dynamic"
+                f"range, up to {self.shape or (_MOST, _MOST)}: give a larger --shape, or --dynamic"
             )
         images = F.pad(inputs, (0, width - columns, 0, height - rows))
         return {"images": images, "image_sizes": sizes}

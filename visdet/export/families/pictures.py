@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.export import Dim
 
 from visdet.engine.inference.sample_images import rgb_of_file
 from visdet.registry import TRANSFORMS
@@ -15,7 +16,8 @@ from ..errors import ExportError
 from .family import Family, Tensors, seeded
 from .images import BOXES, Images
 
-_SIDES = (2, 16384)  # pixels of a picture
+_HEIGHT = Dim("picture_height", min=2, max=16384)
+_WIDTH = Dim("picture_width", min=2, max=16384)
 _WITHOUT = "With --no-embed, the graph takes tensors that are resized and normalised before"
 _STEPS = ("LoadImageFromFile", "Resize", "LoadAnnotations", "PackDetInputs")
 
@@ -136,11 +138,8 @@ class Pictures(Family):
         is_inside = (rows < size[0]).unsqueeze(1) & (columns < size[1])
         return torch.where(is_inside, normalised, float(preprocessor.pad_value))
 
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        return {"picture_height": _SIDES, "picture_width": _SIDES}
-
-    def dynamic(self) -> dict[str, dict[int, str]]:
-        return {"picture": {0: "picture_height", 1: "picture_width"}}
+    def dynamic(self) -> dict[str, dict[int, Dim]]:
+        return {"picture": {0: _HEIGHT, 1: _WIDTH}}
 
     def cases(self) -> Iterator[list[Tensors]]:
         generator = seeded()
