@@ -85,27 +85,32 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # torch.distributed.launch puts its argument behind the module, where it would be visdet's.
     rank = [given.pop(0)] if given and given[0].startswith("--local-rank=") else []
-    command, *program = given or [""]
-    if command == "":
-        print_bridges()
-        return 0
-    if command == "startup" and not program:
-        print(STARTUP)
-        return 0
-    if command == "run":
-        names = "all"
-        if program[:1] == ["--only"]:
-            names = ",".join(program[1:2])
-            program = program[2:]
-        chosen = names_in(names)
-        if not chosen or {*chosen} - {*BRIDGES, "all"}:
+    names = "all"
+    match given:
+        case []:
+            print_bridges()
+            return 0
+        case ["startup"]:
+            print(STARTUP)
+            return 0
+        case ["run", "--only"]:
+            names = ""
+        case ["run", "--only", names, *program]:
+            given = ["run", *program]
+    chosen = names_in(names)
+    is_known = chosen and {*BRIDGES, "all"}.issuperset(chosen)
+    match given:
+        case ["-h" | "--help", *_] | [_, "-h" | "--help", *_]:
+            print(_USAGE)
+            return 0
+        case ["run", *_] if not is_known:
             print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
-        elif program[:1] not in ([], ["-h"], ["--help"]) and program != ["-m"]:
-            first = 2 if program[0] == "-m" else 1
-            become(chosen, [*program[:first], *rank, *program[first:]])
-    is_asked = {command, *program[:1]} & {"-h", "--help"}
-    print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
-    return 0 if is_asked else 2
+        case ["run", "-m", module, *program]:
+            become(chosen, ["-m", module, *rank, *program])
+        case ["run", script, *program] if script != "-m":
+            become(chosen, [script, *rank, *program])
+    print(_USAGE, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

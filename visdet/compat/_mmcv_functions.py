@@ -29,7 +29,7 @@ nms3d_normal = partial(_kept, ops.nms3d_normal)
 
 # Losses
 def sigmoid_focal_loss(
-    input: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
+    input: Tensor, target: Tensor, gamma: float, alpha: float, weight: Tensor | None = None
 ) -> Tensor:
     return ops.sigmoid_focal_loss(input, target, gamma, alpha, weight, "none")
 

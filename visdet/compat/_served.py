@@ -8,7 +8,8 @@ The extension's functions write into tensors that their callers allocate::
     ) -> None: ...
 
 The operator gets the arguments that have the names of its own, or that ``serves`` is told to hand on under another
-name. Several arguments under one name are handed on as a tuple. An argument of the type ``object`` has no effect. A
+name. Several arguments under one name are handed on as a tuple. An argument of the type ``object`` has no effect. Of a
+``Literal``, the extension gives the place of a name from 0 on, and the operator gets the name. A
 function with gradients runs the operator again on what it is given, and differentiates it. Where it is not given an
 argument whose gradient it computes, or only its sizes, the operator is linear in that argument, and zeros take its
 place. Where an operator takes None for a tensor, extensions have an empty tensor. Named arguments that a signature does
@@ -16,9 +17,10 @@ not have are ignored. A function that has the extension's arguments itself is de
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from inspect import Parameter
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -29,7 +31,6 @@ __all__ = [
     "FirstRows",
     "GradOutput",
     "Gradient",
-    "OneOf",
     "PoolMode",
     "Result",
     "SoftMethod",
@@ -40,24 +41,17 @@ __all__ = [
 
 _Own = TypeVar("_Own", bound=Callable[..., Any])
 
-SERVED: dict[str, dict[str, Callable[..., Any]]] = {}
+SERVED: dict[str, dict[str, Callable[..., Any]]] = defaultdict(dict)
 """The functions of each extension by their names, of the modules of this package that have been imported."""
-
-
-class OneOf(tuple[str, ...]):
-    """The names that the operator gets for the numbers from 0 on."""
-
-    def __new__(cls, *names: str) -> "OneOf":
-        return super().__new__(cls, names)
 
 
 Result: TypeAlias = Annotated[Tensor, "the operator's next result is written here"]
 FirstRows: TypeAlias = Annotated[Tensor, "the operator's next result is written into the first rows"]
 GradOutput: TypeAlias = Annotated[Tensor, "the gradient of the operator's next result"]
 Gradient: TypeAlias = Annotated[Tensor, "the gradient of an argument of the operator is written here"]
-BoxMode: TypeAlias = Annotated[Any, OneOf("iou", "iof")]
-PoolMode: TypeAlias = Annotated[Any, OneOf("max", "avg")]
-SoftMethod: TypeAlias = Annotated[Any, OneOf("naive", "linear", "gaussian")]
+BoxMode: TypeAlias = Literal["iou", "iof"]
+PoolMode: TypeAlias = Literal["max", "avg"]
+SoftMethod: TypeAlias = Literal["naive", "linear", "gaussian"]
 
 
 def serves(
@@ -76,7 +70,7 @@ def serves(
     def declare(signature: Callable[..., Any]) -> Callable[..., Any]:
         for entry in entries:
             extension, _, name = entry.rpartition(".")
-            SERVED.setdefault(extension, {})[name] = _Function(entry, operator, signature, returns, names)
+            SERVED[extension][name] = _Function(entry, operator, signature, returns, names)
         return SERVED[extension][name]
 
     return declare
@@ -109,18 +103,16 @@ class _Function:
         parameters = list(inspect.signature(signature).parameters.values())
         self.__name__ = entry.rpartition(".")[2]
         self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
-        types = self.types = {parameter.name: parameter.annotation for parameter in parameters}
+        types = self.types = signature.__annotations__
         self.results = [name for name in types if types[name] in (Result, FirstRows)]
         self.grad_outputs = [name for name in types if types[name] == GradOutput]
         self.gradients = {name: names[name] for name in types if types[name] == Gradient}
-        self.taken = {
-            name: parameter.annotation for name, parameter in inspect.signature(operator).parameters.items()
-        }
+        self.taken = inspect.signature(operator).parameters
         assert names.keys() <= types.keys() and {*names.values(), *returns} <= self.taken.keys(), entry
         self.sources: dict[str, list[str]] = {}
-        for name in [*names, *(types.keys() - names.keys())]:
+        for name, kind in (names | types).items():
             target = names.get(name, name)
-            has_effect = types[name] is not object or operator is signature
+            has_effect = kind is not object or operator is signature
             if target in self.taken and name not in self.gradients and has_effect:
                 self.sources.setdefault(target, []).append(name)
 
@@ -137,7 +129,7 @@ class _Function:
 
     def _value(self, target: str, names: list[str], given: dict[str, Any]) -> Any:
         """Return what the operator gets for an argument."""
-        annotation = self.taken[target]
+        annotation = self.taken[target].annotation
         values = []
         for name in names:
             one = given[name]
@@ -145,7 +137,8 @@ class _Function:
             # Compiled functions take a tensor of one number, too.
             values.append(kind(one) if kind in (int, float) and isinstance(one, Tensor) else one)
         value: Any = values[0] if len(names) == 1 else tuple(values)
-        if choices := _choices(self.types[names[0]]):
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
             if not 0 <= value < len(choices):
                 meanings = ", ".join(f"{number} ({choice})" for number, choice in enumerate(choices))
                 raise ValueError(f"{self.entry}: {names[0]} must be one of {meanings}, got {value!r}")
@@ -192,10 +185,6 @@ class _Function:
             _copy(self.entry, name, target, values)
         rest = results[len(self.results) :]
         return rest[0] if rest else None
-
-
-def _choices(annotation: Any) -> OneOf | None:
-    return next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, OneOf)), None)
 
 
 def _copy(entry: str, name: str, target: Tensor, values: Tensor) -> None:

@@ -89,7 +89,8 @@ _SERVED_BY = {
     "mmcv_ext_points": "chamfer_2d.chamfer_2d",
     "mmcv_ext_activations": "e2e_sigmoid_focal_loss_ext",
     "points_ext": "assign_score_withk_ext ball_query_ext furthest_point_sample_ext gather_points_ext group_points_ext "
-    "interpolate_ext knn_ext ingroup_inds_cuda pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",
+    "interpolate_ext knn_ext ingroup_inds_cuda pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext "
+    "feature_decorator_ext",
     "views_ext": "_msmv_sampling_cuda",
     "mmcv_ext_voxels": "sparse_conv_ext",
     "boxes_ext": "iou3d_cuda iou3d_nms_cuda roiaware_pool3d_ext roiaware_pool3d_cuda roipoint_pool3d_cuda",
@@ -97,14 +98,12 @@ _SERVED_BY = {
 for _module, _extensions in _SERVED_BY.items():
     for _extension in _extensions.split():
         _WITHIN_PACKAGES[_extension] = f"{_module}:{_extension}"
-# With something before these names, too, as in "e2e_deformable_aggregation_ext".
-_ENDS = re.compile(r"(?:.*_)?(deformable_aggregation(?:_with_depth)?_ext)")
+# What may stand before these names, as in "e2e_deformable_aggregation_ext".
+_PREFIX = re.compile(r"[^.]*_(?=deformable_aggregation(_with_depth)?_ext$)")
 _PACKAGES = ("flash_attn",)
 _NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
 _COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
-# Functions of mmdet3d that visdet does not have.
-_DEFERRED = re.compile(r"(?:.*\.)?ops\.(?:.*\.)?feature_decorator_ext")
 
 
 def install() -> None:
@@ -175,41 +174,41 @@ class Extensions(Installable):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
-        parts = name.split(".")
-        last = parts[-1]
-        ends = [last, ".".join(parts[-2:])]
-        if ending := _ENDS.fullmatch(last):
-            ends.append(ending[1])
-        for end in ends:
-            provider = provider or _WITHIN_PACKAGES.get(end)
-        if self.only not in (None, name) or (provider is None and not _DEFERRED.fullmatch(name)):
+        dotted = f".{_PREFIX.sub('', name)}"
+        for end, within in _WITHIN_PACKAGES.items():
+            if dotted.endswith(f".{end}"):
+                provider = within
+        if provider is None or self.only not in (None, name):
             return None
         return ModuleSpec(name, _Loader(provider), origin="visdet", is_package=name in _PACKAGES)
 
 
 class _Loader(Loader):
-    """Fills a module with the functions of a module of this package, or with functions that raise an error."""
+    """Fills a module with the functions of a module of this package. What an extension lacks raises an error."""
 
-    def __init__(self, provider: str | None) -> None:
+    def __init__(self, provider: str) -> None:
         self.provider = provider
 
     @property
     def has_operators(self) -> bool:
         """Whether the module stands for a compiled one."""
-        name, _, _ = (self.provider or ".").partition(":")
+        name, _, _ = self.provider.partition(":")
         return "." not in name and name not in _NO_OPERATORS
 
     def exec_module(self, module: ModuleType) -> None:
-        if self.provider is None:
-            module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
-            return
         from ._served import SERVED
 
         name, _, extension = self.provider.partition(":")
         source = importlib.import_module(name if "." in name else f"visdet.compat.{name}")
         module.__doc__ = source.__doc__
-        names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
-        found = SERVED[extension] if extension else {name: getattr(source, name) for name in names}
+        if extension:
+            found = SERVED[extension]
+            module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
+        else:
+            names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
+            found = {name: getattr(source, name) for name in names}
+            if "__getattr__" in vars(source):
+                module.__getattr__ = source.__getattr__  # type: ignore[method-assign]
         if self.has_operators:
             from ._counts import counted
 
@@ -218,8 +217,6 @@ class _Loader(Loader):
                 for name, value in found.items()
             }
         vars(module).update(found)
-        if extension or "__getattr__" in vars(source):
-            module.__getattr__ = deferred(module.__name__) if extension else source.__getattr__  # type: ignore[method-assign]
 
 
 def _serve_compiled(module: ModuleType, bridge: Bridge) -> Iterator[str]:

@@ -1,19 +1,21 @@
 """The functions of ``mmcv._ext`` for activations, filters, normalisations and losses (``mmcv_ext``)."""
 
-from typing import Annotated, Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, leaky_with_signs
 from visdet.ops.mmcv.filtered_activations import bias_act as activate
+from visdet.ops.mmcv.filtered_activations import leaky_with_signs
 from visdet.ops.mmcv.filtered_activations import upfirdn2d as resample
 
 from . import _mmcv_functions as own
-from ._served import Gradient, OneOf, Result, computes, serves
+from ._served import Gradient, Result, computes, serves
 
-Activation: TypeAlias = Annotated[Any, OneOf("", *ACTIVATIONS)]
-LeakyActivation: TypeAlias = Annotated[Any, OneOf("", "linear", "relu", "lrelu")]
+Activation: TypeAlias = Literal[
+    "", "linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish"
+]
+LeakyActivation: TypeAlias = Literal["", "linear", "relu", "lrelu"]
 
 
 @computes("mmcv._ext.bias_act")

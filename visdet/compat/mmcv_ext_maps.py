@@ -1,6 +1,6 @@
 """The functions of ``mmcv._ext`` for maps: convolutions, sampling, activations and losses (``mmcv_ext``)."""
 
-from typing import Annotated, Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from visdet import ops
 from visdet.ops.mmcv import label_growth, map_correlation
 
 from . import _mmcv_functions as own
-from ._served import Gradient, GradOutput, OneOf, Result, computes, serves
+from ._served import Gradient, GradOutput, Result, computes, serves
 from .msda_ext import ms_deform_attn_forward as attend
 
-PsaType: TypeAlias = Annotated[Any, OneOf("collect", "distribute")]
+PsaType: TypeAlias = Literal["collect", "distribute"]
 
 
 @serves(ops.active_rotated_filter, "mmcv._ext.active_rotated_filter_backward", grad_in="input")

@@ -28,21 +28,6 @@ def _roi_align_v1(
     return ops.roi_align(features, moved, output_size, spatial_scale, sample_num, "avg", True)
 
 
-def _roi_align_v2(
-    features: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    output_size: tuple[int, int],
-    sample_num: int,
-    aligned: bool,
-) -> Tensor:
-    return ops.roi_align(features, rois, output_size, spatial_scale, sample_num, "avg", aligned)
-
-
-def _focal_loss(input: Tensor, target: Tensor, gamma: float, alpha: float) -> Tensor:
-    return ops.sigmoid_focal_loss(input, target, gamma, alpha, None, "none")
-
-
 @computes("nms_ext.nms")
 def _nms(dets: Tensor, iou_thr: float) -> Tensor:
     return ops.nms(dets[:, :4], dets[:, 4], iou_thr)[1]
@@ -85,7 +70,14 @@ def backward_v1(
 ) -> None: ...
 
 
-@serves(_roi_align_v2, "roi_align_ext.forward_v2", out_h="output_size", out_w="output_size")
+@serves(
+    ops.roi_align,
+    "roi_align_ext.forward_v2",
+    features="input",
+    out_h="output_size",
+    out_w="output_size",
+    sample_num="sampling_ratio",
+)
 def forward_v2(
     features: Tensor,
     rois: Tensor,
@@ -98,15 +90,16 @@ def forward_v2(
 
 
 @serves(
-    _roi_align_v2,
+    ops.roi_align,
     "roi_align_ext.backward_v2",
-    returns=("features",),
+    returns=("input",),
     out_h="output_size",
     out_w="output_size",
-    batch="features",
-    channels="features",
-    height="features",
-    width="features",
+    batch="input",
+    channels="input",
+    height="input",
+    width="input",
+    sample_num="sampling_ratio",
 )
 def backward_v2(
     grad: GradOutput,
@@ -147,13 +140,13 @@ def roi_pool_backward(
 ) -> None: ...
 
 
-@serves(_focal_loss, "sigmoid_focal_loss_ext.forward")
+@serves(own.sigmoid_focal_loss, "sigmoid_focal_loss_ext.forward")
 def sigmoid_focal_loss_forward(
     input: Tensor, target: Tensor, num_classes: object, gamma: float, alpha: float
 ) -> Any: ...
 
 
-@serves(_focal_loss, "sigmoid_focal_loss_ext.backward", returns=("input",))
+@serves(own.sigmoid_focal_loss, "sigmoid_focal_loss_ext.backward", returns=("input",))
 def sigmoid_focal_loss_backward(
     input: Tensor, target: Tensor, d_loss: GradOutput, num_classes: object, gamma: float, alpha: float
 ) -> Any: ...
@@ -234,7 +227,6 @@ def carafe_naive_backward(
 ) -> None: ...
 
 
-SERVED["deform_pool_ext"] = {}
 SERVED["compiling_info"] = {
     "get_compiler_version": get_compiler_version,
     "get_compiling_cuda_version": get_compiling_cuda_version,

@@ -87,6 +87,12 @@ _KEPT = {
 }
 _ERRORS = ("ignore", "warn", "raise", "call", "print", "log")
 _KINDS = ("divide", "over", "under", "invalid")  # from the lowest three bits of an error mask on
+_KINDS_OF_NUMBERS = {
+    "int": "Integer",
+    "uint": "UnsignedInteger",
+    "float": "Float",
+    "complex": "Complex",
+}
 
 
 def names() -> dict[str, Any]:
@@ -129,11 +135,10 @@ def _size_of(scalar: Any) -> int:
 
 
 def _sctypes() -> dict[str, list[type]]:
-    kinds: dict[str, list[type]] = {"int": [], "uint": [], "float": [], "complex": [], "others": []}
-    letters = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
-    numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]]
-    for dtype in sorted(set(numbers), key=_size_of):
-        kinds[letters[dtype.kind]].append(dtype.type)
+    kinds: dict[str, list[type]] = {}
+    for kind, codes in _KINDS_OF_NUMBERS.items():
+        numbers = dict.fromkeys(map(np.dtype, np.typecodes[codes]))  # Some have two codes.
+        kinds[kind] = [number.type for number in numbers]
     kinds["others"] = [bool, object, bytes, str, np.void]
     return kinds
 
@@ -145,7 +150,7 @@ def maximum_sctype(t: Any) -> Any:
     except TypeError:
         return t
     for types in _sctypes().values():
-        if scalar in types[:-1] and types[-1] is not np.void:
+        if scalar in types:
             return types[-1]
     return scalar
 
