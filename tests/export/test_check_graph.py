@@ -404,6 +404,6 @@ def test_a_runtime_that_computes_otherwise_is_named(exported, pictures, monkeypa
         wrong_align_corners(graph.graph)
         return exposed_graph._onnxruntime(graph.SerializeToString(), is_exposed)
 
-    monkeypatch.setitem(exposed_graph._LOADERS, "openvino", with_other_samples)
+    monkeypatch.setitem(exposed_graph.RUNTIMES, "openvino", with_other_samples)
     with pytest.raises(ExportError, match=r"within the limit. In openvino, .* \(GridSample\)"):
         check_graph(path, model, pictures, runtime="openvino")

@@ -60,7 +60,7 @@ def check_graph(
         ExportError: the graph cannot be run or gives other results. The message names the first node that differs.
         UserError: an argument cannot be used.
     """
-    check_choice("runtime", runtime, RUNTIMES)
+    check_choice("runtime", runtime, tuple(RUNTIMES))
     exposed = ExposedGraph(graph)
     size = exposed.image_size
     if not isinstance(model, Reference):
@@ -90,7 +90,19 @@ def check_graph(
 
 
 class _Comparison:
-    """The outputs of a graph and of a model, and the inputs for which they differ most."""
+    """The outputs of a graph and of a model, and the inputs for which they differ most.
+
+    Attributes:
+        differences: those of all inputs. limit: the greatest ones that are allowed.
+        names: the outputs of the model by those of the graph.
+        worst, given, expected: the inputs for which the outputs differ most, as the model and as the graph is given
+            them, and the outputs of the model.
+    """
+
+    names: dict[str, str]
+    worst: Tensors
+    given: Arrays
+    expected: Arrays
 
     def __init__(self, graph: ExposedGraph, model: Reference, runtime: str, limit: float) -> None:
         self.graph = graph
@@ -99,18 +111,20 @@ class _Comparison:
         self.limit = Tolerance(limit, LIMITS["float32"].loss, of_the_mean=False)
         self.run = graph.function(runtime)
         self.differences = Differences()
-        self.worst: Tensors = {}
 
     def add(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """Compare the outputs for some inputs, and return those of the model and of the graph by the model's names."""
-        outputs, names = self._expected(inputs)
-        found = self.run(self._given(inputs))
-        theirs = {name: found[own] for own, name in names.items()}
+        outputs = self._outputs(inputs)
+        expected = arrays(outputs)
+        given = self._given(inputs)
+        found = self._named(self.run(given))
         before = self.differences.most
-        self._compare(arrays(outputs), theirs, self.differences)
+        self._compare(expected, found, self.differences)
         if self.differences.most > before:
             self.worst = inputs
-        return outputs, {name: torch.from_numpy(value) for name, value in theirs.items()}
+            self.given = given
+            self.expected = expected
+        return outputs, {name: torch.from_numpy(value) for name, value in found.items()}
 
     def allow_for_rounding(self) -> None:
         """Raise the limit, up to ``_GREATEST_LIMIT``, where the model itself turns rounding into larger differences.
@@ -125,19 +139,16 @@ class _Comparison:
         for name, value in self.worst.items():
             if value.is_floating_point():
                 nudged[name] = value.nextafter(torch.randn(value.shape, generator=generator) * torch.inf)
-        expected, _ = self._expected(self.worst)
-        changed, _ = self._expected(nudged)
         rounding = Differences()
-        self._compare(arrays(expected), arrays(changed), rounding)
+        self._compare(self.expected, arrays(self._outputs(nudged)), rounding)
         allowed = min(_TIMES_ROUNDING * rounding.most, _GREATEST_LIMIT)
         self.limit = self.limit._replace(difference=max(limit, allowed))
 
     def beginning(self) -> str:
         """Return where the outputs begin to differ."""
         run = partial(self.model.run, self.worst)
-        given = self._given(self.worst)
         limit = self.limit.difference
-        found = self.graph.function("onnxruntime", is_exposed=True)(given)
+        found = self.graph.function("onnxruntime", is_exposed=True)(self.given)
         if wrong := self._wrong(found):
             near = counterparts(run, found, limit)
             node, tensor, text = self._first(found, near, wrong)
@@ -150,7 +161,7 @@ class _Comparison:
         right = "without optimisations, onnxruntime stays within the limit"
         if self.runtime == "onnxruntime":
             return right
-        theirs = self.graph.function(self.runtime, is_exposed=True)(given)
+        theirs = self.graph.function(self.runtime, is_exposed=True)(self.given)
         wrong = self._wrong(theirs)
         if not wrong:
             return f"{right}, and so does {self.runtime} with all tensors as outputs"
@@ -175,11 +186,15 @@ class _Comparison:
             text += f", whose inputs are those of {' and '.join(map(_told, before))}"
         return node, tensor, text
 
-    def _expected(self, inputs: Tensors) -> tuple[Tensors, dict[str, str]]:
-        """Return the outputs of the model that the graph has, and their names by those of the graph."""
+    def _outputs(self, inputs: Tensors) -> Tensors:
+        """Return the outputs of the model that the graph has."""
         outputs = self.model.outputs(inputs)
-        names = _paired(self.graph.outputs, list(outputs), "outputs")
-        return {name: outputs[name] for name in names.values()}, names
+        self.names = _paired(self.graph.outputs, list(outputs), "outputs")
+        return {name: outputs[name] for name in self.names.values()}
+
+    def _named(self, found: Arrays) -> Arrays:
+        """Return the outputs of the graph by the model's names."""
+        return {name: found[own] for own, name in self.names.items()}
 
     def _given(self, inputs: Tensors) -> Arrays:
         names = _paired(list(self.graph.inputs), list(inputs), "inputs")
@@ -190,16 +205,14 @@ class _Comparison:
         """Return the outputs of the graph, for the inputs that are known to differ, which differ both as sets of rows
         and number by number.
         """
-        outputs, names = self._expected(self.worst)
-        ours = arrays(outputs)
-        theirs = {name: found[own] for own, name in names.items()}
+        theirs = self._named(found)
         as_rows = Differences()
         as_numbers = Differences()
-        self._compare(ours, theirs, as_rows)
-        as_numbers.add(ours, theirs, {}, self.limit)
+        self._compare(self.expected, theirs, as_rows)
+        as_numbers.add(self.expected, theirs, {}, self.limit)
         limit = self.limit.difference
-        wrong = {name.split(":")[0] for name, value in as_rows.largest.items() if not value <= limit}
-        return [own for own, name in names.items() if name in wrong and not as_numbers.largest[name] <= limit]
+        wrong = {name.split(":")[0] for name, value in as_rows.largest.items() if value > limit}
+        return [own for own, name in self.names.items() if name in wrong and as_numbers.largest[name] > limit]
 
     def _compare(self, expected: Arrays, found: Arrays, differences: Differences) -> None:
         expected = _as_columns(expected)

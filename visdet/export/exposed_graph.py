@@ -3,7 +3,8 @@
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from visdet.errors import MissingFileError
 from .check import Arrays
 from .errors import ExportError
 
-RUNTIMES = ("onnxruntime", "openvino", "openvino-f32")
 _SHAPES = ("Shape", "Size")  # What these operators return does not depend on the numbers of their input.
 _MOVING = {
     "Identity",
@@ -52,8 +52,9 @@ class ExposedGraph:
 
         if not Path(path).is_file():
             raise MissingFileError(f"the graph {path} does not exist")
-        load = _with_reason(f"{path} is no ONNX graph", onnx.load)
-        self.model = onnx.inliner.inline_local_functions(load(path))
+        with _explained(f"{path} is no ONNX graph"):
+            model = onnx.load(path)
+        self.model = onnx.inliner.inline_local_functions(model)
         graph = self.model.graph
         for number, node in enumerate(graph.node):
             node.name = node.name or f"{node.op_type}_{number}"
@@ -104,10 +105,9 @@ class ExposedGraph:
         if is_exposed:
             others = [name for name in self.of_images if name not in self.outputs]
             model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in others)
-        run = _with_reason(f"{runtime} cannot load the graph", _LOADERS[runtime])(
-            model.SerializeToString(), is_exposed
-        )
-        return _with_reason(f"{runtime} cannot run the graph", run)
+        with _explained(f"{runtime} cannot load the graph"):
+            run = RUNTIMES[runtime](model.SerializeToString(), is_exposed)
+        return _explained(f"{runtime} cannot run the graph")(run)
 
     def first_of(self, differing: Iterable[str], wrong: Iterable[str]) -> Any:
         """Return the node at which the wrong outputs begin to differ.
@@ -170,16 +170,13 @@ def source_of(node: Any) -> str:
     return ":".join(own[-1]) if own else ""
 
 
-def _with_reason(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except (
-            Exception
-        ) as error:  # Each runtime has exceptions of its own, which derive from this class alone.
-            raise ExportError(f"{what}: {error}") from error
-
-    return call
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise an ExportError that says what cannot be done within the block."""
+    try:
+        yield
+    except Exception as error:  # Each runtime has exceptions of its own, which derive from this class alone.
+        raise ExportError(f"{what}: {error}") from error
 
 
 def _onnxruntime(content: bytes, is_exposed: bool) -> Callable[[Arrays], Arrays]:
@@ -212,7 +209,7 @@ def _openvino(content: bytes, _: bool, options: dict[str, str] | None = None) ->
     return run
 
 
-_LOADERS: dict[str, Callable[..., Callable[[Arrays], Arrays]]] = {
+RUNTIMES: dict[str, Callable[..., Callable[[Arrays], Arrays]]] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "openvino-f32": partial(_openvino, options={"INFERENCE_PRECISION_HINT": "f32"}),

@@ -15,10 +15,7 @@ def with_folded_norms(model: nn.Module) -> nn.Module:
     The model itself multiplies the weights in each call, since they may be trained. A runtime would do so, too.
     """
     model = copy.deepcopy(model).eval()
-    places = {}
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            places[child] = (parent, name)
+    places = {module: name for name, module in model.named_modules()}
     for backbone in model.modules():
         if not isinstance(backbone, ResNet):
             continue
@@ -30,6 +27,5 @@ def with_folded_norms(model: nn.Module) -> nn.Module:
             assert shift is not None
             conv.weight = nn.Parameter(weight, requires_grad=False)
             conv.bias = nn.Parameter(shift.clone(), requires_grad=False)
-            parent, name = places[norms[conv]]
-            setattr(parent, name, nn.Identity())
+            model.set_submodule(places[norms[conv]], nn.Identity())
     return model

@@ -27,15 +27,13 @@ def quantize(path: Path, inputs: Iterable[dict[str, Tensor]]) -> None:
     names = [given.name for given in graph.input]
     convolutions = [node.name for node in graph.node if node.op_type == "Conv" and _is_of_features(node)]
 
+    remaining = (arrays_of(given, names) for given in inputs)
+
     class Reader(CalibrationDataReader):
         """Gives the inputs one by one."""
 
-        def __init__(self) -> None:
-            self.remaining = iter(inputs)
-
         def get_next(self) -> dict[str, np.ndarray] | None:
-            given = next(self.remaining, None)
-            return None if given is None else arrays_of(given, names)
+            return next(remaining, None)
 
     quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)
     quantize_static(path, path, Reader(), per_channel=True, nodes_to_quantize=convolutions)

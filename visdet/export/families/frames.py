@@ -175,17 +175,17 @@ class Frames(Family):
         """Return the cameras of a frame, which form a ring, with random images."""
         height, width = self.shape
         yaw = torch.arange(self.cameras) * (2 * math.pi / self.cameras)
-        cos = yaw.cos()
-        sin = yaw.sin()
-        zero = torch.zeros_like(yaw)
         focal = width / 1.4
-        rows = (
-            (focal * cos + width / 2 * sin, width / 2 * cos - focal * sin, zero, zero),
-            (height / 2 * sin, height / 2 * cos, zero - focal, zero),
-            (sin, cos, zero, zero),
-            (zero, zero, zero, zero + 1),
+        pixels = torch.tensor(
+            [[focal, 0, width / 2, 0], [0, focal, height / 2, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
         )
-        matrices = torch.stack([torch.stack(row) for row in rows]).movedim(-1, 0)  # [V, 4, 4]
+        views = torch.zeros(self.cameras, 4, 4)  # from the lidar frame to (right, down, forward)
+        views[:, 0, 0] = views[:, 2, 1] = yaw.cos()
+        views[:, 2, 0] = yaw.sin()
+        views[:, 0, 1] = -views[:, 2, 0]
+        views[:, 1, 2] = -1
+        views[:, 3, 3] = 1
+        matrices = pixels @ views  # [V, 4, 4]
         frame = {
             "images": torch.randn(batch, self.cameras, 3, height, width, generator=generator),
             "projection_mat": matrices.expand(batch, -1, -1, -1).contiguous(),
