@@ -34,6 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUNTIME",
         help="openvino: nodes of visdet's CPU kernels in that format. tensorrt: NVIDIA's plugin in the format onnx",
     )
+    _add_sizes(parser)
+    _add_checks(parser)
+    add(
+        "--trust-checkpoint",
+        action="store_true",
+        help="read every type in the checkpoint, which can run code from the file",
+    )
+    add("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add what the graph takes."""
+    add = parser.add_argument
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--shape",
@@ -57,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads (default: "
         "True for detectors of images without --batch, if the pipeline or --shape limits the size)",
     )
+
+
+def _add_checks(parser: argparse.ArgumentParser) -> None:
+    """Add how what was written is compared and measured."""
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(
         "--check",
@@ -71,13 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not run what was written; the report says so",
     )
-    add("--bench", action="store_true", help="measure latencies of the exported model and of the model")
-    add(
-        "--trust-checkpoint",
-        action="store_true",
-        help="read every type in the checkpoint, which can run code from the file",
+    parser.add_argument(
+        "--bench", action="store_true", help="measure latencies of the exported model and of the model"
     )
-    add("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
 
 
 def run(

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.config import Config
@@ -46,6 +46,10 @@ def export_config(
     out: str | Path,
     options: Mapping[str, Any] | None = None,
     *,
+    format: Literal["pt2", "aoti", "onnx", "openvino"] = "pt2",
+    precision: Literal["float32", "float16", "bfloat16", "int8"] = "float32",
+    shape: Sequence[int] | None = None,
+    batch: int | None = None,
     data: str | None = None,
     device: str = "cpu",
     embed: bool | None = None,
@@ -56,6 +60,7 @@ def export_config(
     Args:
         config, checkpoint, options: as in :func:`visdet.evaluate`.
         out: the folder to write.
+        format, precision, shape, batch: see :func:`visdet.export.run.export`.
         data: an annotation file of the kind of the config's test data, or a folder that replaces its ``data_root``, on
             which the metrics of the exported model and of the model are compared; or a folder of images, on which their
             outputs are compared.
@@ -63,54 +68,28 @@ def export_config(
         embed: whether the steps before a detector become part of the graph, which then takes a picture of any size.
             The default is True for a detector of images whose ``batch`` is not given, if the steps or ``shape`` limit
             the size of pictures.
-        arguments: see :func:`visdet.export.run.export`.
+        arguments: the others of :func:`visdet.export.run.export`.
     """
-    format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
+    format_module(format)  # What is missing is said before anything is read.
     cfg, _ = load_config(config, dict(options or {}))
     path = os.path.expanduser(checkpoint)
-    cfg.load_from = path
-    cfg.launcher = "none"
-    cfg.resume = False
-    cfg.graph = False
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = section_of(dataset, "data_aug_conf")
     pipeline = dataset.get("pipeline")
-    arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    by_default = embed is None
-    if by_default:
-        embed = takes_images(cfg) and arguments.get("batch") is None
-    steps = Steps.of(pipeline or ()) if embed else None
-    if steps is not None and by_default and not (arguments["shape"] or steps.limits_sizes()):
-        say(
-            "the pipeline does not limit the size of pictures: the graph takes images that are normalised before, as "
-            "with --no-embed; with --shape H W it takes pictures"
-        )
-        embed = False
-        steps = None
-    if embed:
-        arguments["batch"] = arguments.get("batch") or 1
-        arguments["steps"] = steps
+    shape = shape or augmentation.get("final_dim")
+    steps = _embedded_steps(cfg, pipeline, shape, batch, embed)
+    if steps is not None:
+        batch = batch or 1
     images = _pictures(data, dataset.get("ann_file"))
     if data is not None and not images:
         # Scenes are played one at a time, in batches that are filled.
-        _use_data(cfg, data, None if augmentation else arguments.get("batch"))
+        _use_data(cfg, data, None if augmentation else batch)
     with tempfile.TemporaryDirectory() as logs, cpu_by_default():
-        cfg.work_dir = logs
-        # The report of a test names its files, which are not kept.
-        cfg.default_hooks = {**section_of(cfg, "default_hooks"), "report": None}
-        runner = build_runner(cfg)
-        content = runner.load_checkpoint(path)
-        classes = runner.class_lists.get("classes")
-        if classes:
-            check_heads(runner.model, classes, "test_dataloader.dataset, or else the checkpoint, names")
-        if classes and takes_images(cfg):
-            measured, origin = measured_thresholds(content)
-            thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
-            say(told_thresholds(classes, thresholds, origin))
-            arguments |= {"thresholds": thresholds, "origin_of_thresholds": origin}
-        limit = LIMITS[arguments.get("precision", "float32")]
+        runner = _runner_of(cfg, path, logs)
+        arguments |= _about_classes(cfg, runner, runner.load_checkpoint(path))
 
         def evaluate(family: Family, run: Run) -> dict[str, Any]:
+            limit = LIMITS[precision]
             if images:
                 return _on_images(init_detector(cfg, path), images, limit, family, run)
             return _metrics(runner, limit.loss, family, run)
@@ -118,20 +97,66 @@ def export_config(
         def calibration(family: Family) -> Iterator[Tensors]:
             return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
 
-        arguments["preprocessing"] = {
-            "pipeline": pipeline,
-            "data_preprocessor": cfg.model.get("data_preprocessor"),
-            "place": "in the graph" if embed else "before the graph",
-            **_ABOUT_PICTURES,
-        }
         return export(
             runner.model.to(device),
             out,
+            format,
+            precision,
+            shape=shape,
+            batch=batch,
+            preprocessing={
+                "pipeline": pipeline,
+                "data_preprocessor": cfg.model.get("data_preprocessor"),
+                "place": "before the graph" if steps is None else "in the graph",
+                **_ABOUT_PICTURES,
+            },
+            steps=steps,
             evaluate=evaluate if data else None,
             calibration=calibration if data and not images else None,
-            classes=classes,
             **arguments,
         )
+
+
+def _embedded_steps(
+    cfg: Config, pipeline: Any, shape: Sequence[int] | None, batch: int | None, embed: bool | None
+) -> Steps | None:
+    """Return the steps that become part of the graph, or None."""
+    is_wanted = takes_images(cfg) and batch is None if embed is None else embed
+    if not is_wanted:
+        return None
+    steps = Steps.of(pipeline or ())
+    if embed or shape or steps.limits_sizes():
+        return steps
+    say(
+        "the pipeline does not limit the size of pictures: the graph takes images that are normalised before, as with "
+        "--no-embed; with --shape H W it takes pictures"
+    )
+    return None
+
+
+def _runner_of(cfg: Config, checkpoint: str, logs: str) -> Any:
+    """Return the runner of a test, whose report is left out, because it would name files that are not kept."""
+    cfg.load_from = checkpoint
+    cfg.launcher = "none"
+    cfg.resume = False
+    cfg.graph = False
+    cfg.work_dir = logs
+    cfg.default_hooks = {**section_of(cfg, "default_hooks"), "report": None}
+    return build_runner(cfg)
+
+
+def _about_classes(cfg: Config, runner: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an export that name the classes, and the lowest score of each if they are of images."""
+    classes = runner.class_lists.get("classes")
+    if not classes:
+        return {}
+    check_heads(runner.model, classes, "test_dataloader.dataset, or else the checkpoint, names")
+    if not takes_images(cfg):
+        return {"classes": classes}
+    measured, origin = measured_thresholds(content)
+    thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
+    say(told_thresholds(classes, thresholds, origin))
+    return {"classes": classes, "thresholds": thresholds, "origin_of_thresholds": origin}
 
 
 def _use_data(cfg: Config, data: str, batch: int | None) -> None:

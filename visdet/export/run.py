@@ -125,11 +125,7 @@ def export(
         "options": kind.options,
         "checked": False,
     }
-    write_description(description, folder)
-    _write(module, program, folder, format)
-    write_usage(description, folder)
-    description["sha256"] = checksums(folder, kind.files)
-    write_description(description, folder)
+    _write(module, program, description, kind, folder)
     report: dict[str, Any] = {
         "format": format,
         "precision": precision,
@@ -140,23 +136,9 @@ def export(
         report["remark"] = "the exported model was not run and not compared (--no-check)"
         write_report(report, folder)
         return report
-    with _written(report, folder):
-        _check(module, family, LIMITS[precision], folder, report, evaluate, bench)
+    _check(module, family, LIMITS[precision], folder, report, evaluate, bench)
     write_description({**description, "checked": True}, folder)  # It comes last.
     return report
-
-
-@contextmanager
-def _written(report: dict[str, Any], folder: Path) -> Iterator[None]:
-    """Write the report of the checks in the block, and of the error that ended them."""
-    try:
-        yield
-        report["checked"] = True
-    except ExportError as error:
-        report["error"] = str(error)
-        raise
-    finally:
-        write_report(report, folder)
 
 
 def _checked_format(format: str, precision: str, custom_op: str | None, has_data: bool) -> Format:
@@ -178,17 +160,24 @@ def _checked_format(format: str, precision: str, custom_op: str | None, has_data
     return kind
 
 
-def _write(module: ModuleType, program: Program, folder: Path, format: str) -> None:
-    """Write the files of the format, or raise an ExportError that says what torch cannot write."""
+def _write(
+    module: ModuleType, program: Program, description: dict[str, Any], kind: Format, folder: Path
+) -> None:
+    """Write the model and what describes it, or raise an ExportError that says what torch cannot write."""
+    write_description(description, folder)
     try:
         module.write(program, folder)
     except (torch._dynamo.exc.TorchDynamoException, torch.onnx.OnnxExporterError) as error:
         # The first cause has the operator that ONNX lacks.
         reason = (error.__cause__ and error.__cause__.__cause__) or error
         raise ExportError(
-            f"torch {torch.__version__} cannot write the model as {format} ({str(reason).splitlines()[0]}). If the "
-            "sizes that may change are the reason, fix them (--shape, --batch); or choose another format, such as pt2"
+            f"torch {torch.__version__} cannot write the model as {description['format']} "
+            f"({str(reason).splitlines()[0]}). If the sizes that may change are the reason, fix them (--shape, "
+            "--batch); or choose another format, such as pt2"
         ) from error
+    write_usage(description, folder)
+    description["sha256"] = checksums(folder, kind.files)
+    write_description(description, folder)
 
 
 def _check(
@@ -200,23 +189,30 @@ def _check(
     evaluate: Any,
     bench: bool,
 ) -> None:
-    """Run what was written, compare it with the model, and fill the report. Differences are an ExportError."""
-    run: Run = module.load(folder)
-    differences, inputs, outputs = compare(family, run, limit)
-    given = {f"input.{name}": tensor for name, tensor in inputs.items()}
-    found = {f"output.{name}": tensor for name, tensor in outputs.items()}
-    content = io.BytesIO()
-    np.savez(content, **arrays(given | found))  # type: ignore[arg-type]
-    write_atomically(folder / "sample.npz", content.getbuffer())
-    report["differences"] = differences.table()
-    if options := FORMATS[report["format"]].options:
-        plain, _, _ = compare(family, module.load_without_options(folder), limit, leaves_out=False)
-        report["without_options"] = {"options": options, "differences": plain.table()}
-    differences.check(limit)
-    if evaluate is not None:
-        report["data"] = evaluate(family, run)
-    if bench:
-        report["latency"] = _latencies(family, run)
+    """Run what was written, compare it with the model, and write the report. Differences are an ExportError."""
+    try:
+        run: Run = module.load(folder)
+        differences, inputs, outputs = compare(family, run, limit)
+        given = {f"input.{name}": tensor for name, tensor in inputs.items()}
+        found = {f"output.{name}": tensor for name, tensor in outputs.items()}
+        content = io.BytesIO()
+        np.savez(content, **arrays(given | found))  # type: ignore[arg-type]
+        write_atomically(folder / "sample.npz", content.getbuffer())
+        report["differences"] = differences.table()
+        if options := FORMATS[report["format"]].options:
+            plain, _, _ = compare(family, module.load(folder, options={}), limit, leaves_out=False)
+            report["without_options"] = {"options": options, "differences": plain.table()}
+        differences.check(limit)
+        if evaluate is not None:
+            report["data"] = evaluate(family, run)
+        if bench:
+            report["latency"] = _latencies(family, run)
+        report["checked"] = True
+    except ExportError as error:
+        report["error"] = str(error)
+        raise
+    finally:
+        write_report(report, folder)
 
 
 def format_module(format: str) -> ModuleType:

@@ -6,7 +6,7 @@ A module has two functions:
   there.
 * ``load(folder)`` returns a function of named tensors, ``{input: tensor}``, that returns ``{output: tensor}``. The
   inputs may be on any device. :class:`~visdet.export.package.Package` compares the files and the inputs with
-  ``model.json``.
+  ``model.json``. That of a format with options takes other ``options``, too.
 """
 
 from dataclasses import dataclass, field

@@ -13,6 +13,8 @@ from ..package import Package, arrays_of
 from ..program import Program
 from . import FORMATS, onnx
 
+_OPTIONS = FORMATS["openvino"].options
+
 
 def write(program: Program, folder: Path) -> None:
     """Write ``model.onnx``, and ``model.xml`` and ``model.bin`` of it, into a folder. Weights keep their type."""
@@ -31,17 +33,13 @@ def write(program: Program, folder: Path) -> None:
         graph.with_suffix(".bin").replace(weights)
 
 
-def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function of named tensors that ``model.xml`` of a folder is, in float32 on the CPU."""
-    return _loaded(folder, FORMATS["openvino"].options)
+def load(
+    folder: str | Path, options: dict[str, str] = _OPTIONS
+) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the function of named tensors that ``model.xml`` of a folder is, in float32 on the CPU.
 
-
-def load_without_options(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the same function as a program has it that opens the file without options."""
-    return _loaded(folder, {})
-
-
-def _loaded(folder: str | Path, options: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    ``options``: what OpenVINO is told when it opens the file, such as nothing.
+    """
     import openvino
 
     package = Package.open(folder, "model.xml", "model.bin")
