@@ -26,15 +26,13 @@ class Matches:
     """The matches of the predictions of one class over all frames, the highest score first.
 
     Attributes:
-        frames, rows, truth_rows: [m], the frame of each match, the row of the prediction in it, and the row of the true
-            box.
+        rows, truth_rows: [m], the prediction and the true box of each match, as their places among those of all frames.
         scores: [m], the scores of these predictions.
         precision, confidence: [101], at the recalls 0, 0.01, …, 1.
         num_truths: number of true boxes.
         num_false: number of predictions without a match.
     """
 
-    frames: np.ndarray
     rows: np.ndarray
     truth_rows: np.ndarray
     scores: np.ndarray
@@ -77,13 +75,13 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
 
     Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
-    num_truths = sum(len(frame["gt_boxes"]) for frame in frames)
-    none = np.zeros(0, np.int64)
-    columns = [(np.zeros(0), none, none, none)]
-    for number, frame in enumerate(frames):
+    num_truths = 0
+    columns = [(np.zeros(0), np.zeros(0, np.int64))]
+    for frame in frames:
         truths = take_nearest(frame, max_distance)
-        columns.append((frame["scores"], truths, np.full_like(truths, number), np.arange(len(truths))))
-    scores, taken, frame_of, row_of = map(np.concatenate, zip(*columns, strict=True))
+        columns.append((frame["scores"], np.where(truths < 0, -1, num_truths + truths)))
+        num_truths += len(frame["gt_boxes"])
+    scores, taken = map(np.concatenate, zip(*columns, strict=True))
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
     count = len(order)
@@ -96,8 +94,7 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
         confidence = np.interp(_RECALLS, recall, scores[order], right=0)
     matched = order[is_match]
     return Matches(
-        frames=frame_of[matched],
-        rows=row_of[matched],
+        rows=matched,
         truth_rows=taken[matched],
         scores=scores[matched],
         precision=precision,
@@ -139,7 +136,7 @@ def mean_errors(frames: Sequence[Frame], matches: Matches, yaw_period: float) ->
         frames, matches: those of :func:`match_frames`.
         yaw_period: the period of the yaw, which is pi for boxes without a front.
     """
-    if not len(matches.frames):
+    if not frames:
         return dict.fromkeys(TP_ERRORS, 1.0)
     errors = errors_of_matches(frames, matches, yaw_period)
     return {name: matches.mean_error(values) for name, values in errors.items()}
@@ -151,7 +148,7 @@ def errors_of_matches(
     """Return the errors [m] of the matches by name, in the order of the matches; see :func:`mean_errors`."""
 
     def matched(key: str, rows: np.ndarray) -> np.ndarray:
-        return np.array([frames[frame][key][row] for frame, row in zip(matches.frames, rows, strict=True)])
+        return np.concatenate([frame[key] for frame in frames])[rows]
 
     rows = matches.rows
     truth_rows = matches.truth_rows

@@ -1,6 +1,7 @@
 """Comparison of the predicted and the true trajectories of other road users."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -161,12 +162,10 @@ def motion_scores(
         unknown_is_right: as in MotionMetric.
     """
     matches = match_frames(frames, _MAX_DISTANCE_M)
-    errors = np.array(
-        [
-            displacement_errors(frames[f]["paths"][row], frames[f]["gt_paths"][t], frames[f]["gt_known"][t])
-            for f, row, t in zip(matches.frames, matches.rows, matches.truth_rows, strict=True)
-        ]
-    ).reshape(-1, 3)
+    paths = _of_all(frames, "paths")
+    futures = list(zip(_of_all(frames, "gt_paths"), _of_all(frames, "gt_known"), strict=True))
+    pairs = zip(matches.rows, matches.truth_rows, strict=True)
+    errors = np.array([displacement_errors(paths[row], *futures[true]) for row, true in pairs]).reshape(-1, 3)
     if unknown_is_right:
         errors = np.nan_to_num(errors, nan=0.0, posinf=np.inf)
     known = ~np.isnan(errors).any(axis=1)
@@ -182,6 +181,11 @@ def motion_scores(
     if num_truths:
         scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / num_truths
     return scores
+
+
+def _of_all(frames: Sequence[dict[str, np.ndarray]], key: str) -> list[np.ndarray]:
+    """Return the rows of all frames. Those of frames without boxes may have another shape."""
+    return list(chain.from_iterable(frame[key] for frame in frames))
 
 
 def displacement_errors(
