@@ -74,11 +74,13 @@ def queue_frame(ids, time, seed, scene="a"):
 
 def run_queue(queue, frames, before=None):
     """Return the outputs of each (frame, continues), and the state and the clock after the last one."""
-    outs, (state, clock) = [], before or (InstanceQueueState(), None)
+    outs, (state, clock) = [], before or (None, None)
     for (det, maps, metas), continues in frames:
         now = FrameClock.of(metas)
-        state, clock = queue.enter(state, 1, now.since(clock)), now
-        *got, state = queue.get(state, det, maps, torch.tensor([continues]), SparseBox3DKeyPointsGenerator)
+        step, clock = now.since(clock), now
+        if step is not None:
+            step, _ = step.entered(math.inf if continues else -1.0, 0.0, torch.device("cpu"), torch.float32)
+        *got, state = queue.get(state, det, maps, step, SparseBox3DKeyPointsGenerator)
         got.append(queue.ego_motion_embed(state))
         state = queue.cache(state, det, torch.zeros(1, 1, 8), torch.full((1, 1, 10), 4.0))
         outs.append(got)

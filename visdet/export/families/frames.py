@@ -47,7 +47,7 @@ def _kept(state: Any) -> Any:
         return {name: _kept(part) for name, part in state.items()}
     if isinstance(state, Sparse4DState):
         return Sparse4DState(replace(state.bank, temp_confidence=None, mask=None, history=(), step=None))
-    return replace(state, step=None)
+    return state
 
 
 def _filled(tree: Any, tensors: Sequence[Tensor]) -> Any:

@@ -298,17 +298,13 @@ def _with_one_clock(plain: Any) -> Any:
     """Return a plain temporal state with its clock on top. In older checkpoints, each bank and queue has one."""
     if plain is None or plain.get("kind") == "TemporalState":
         return plain
-    clocks: list[Any] = []
+    return {"kind": "TemporalState", "clock": _first_clock(plain), "head": plain}
 
-    def without(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        get = value.get
-        if get("kind") in ("InstanceBankState", "InstanceQueueState"):
-            clocks.append(get("clock"))
-            value = {name: part for name, part in value.items() if name not in ("clock", "frame")}
-        return {name: without(part) for name, part in value.items()}
 
-    head = without(plain)
-    clock = next((clock for clock in clocks if clock is not None), None)
-    return {"kind": "TemporalState", "clock": clock, "head": head}
+def _first_clock(plain: Any) -> Any:
+    """Return the first clock within a plain value, or None if there is none."""
+    if not isinstance(plain, dict):
+        return None
+    if plain.get("kind") == "FrameClock":
+        return plain
+    return next(filter(None, map(_first_clock, plain.values())), None)

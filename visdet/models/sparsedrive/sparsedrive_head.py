@@ -121,10 +121,13 @@ class SparseDriveHead(HeadOfTasks):
             state: what the frame before left, or None in a first frame. batch_size: B.
             step: what lies between the two frames, or None if the frame has no predecessor.
         """
-        parts = self._perception()
-        if self.with_motion_plan:
-            parts["motion_plan"] = self.motion_plan_head.instance_queue
-        return {name: part.enter(state and state[name], batch_size, step) for name, part in parts.items()}
+        entered: dict[str, Any] = {
+            name: head.enter(state and state[name], batch_size, step)
+            for name, head in self._perception().items()
+        }
+        if self.with_motion_plan:  # It remembers the instances of detection, and nothing if detection starts anew.
+            entered["motion_plan"] = state and entered["det"].bank.step and state["motion_plan"]
+        return entered
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the boxes in ``metas``, from which detection learns, or None if there are none."""
@@ -164,7 +167,7 @@ class SparseDriveHead(HeadOfTasks):
                 feature_maps,
                 state["motion_plan"],
                 detection.anchor_encoder,
-                after["det"].bank.mask,
+                state["det"].bank.step,
                 detection.instance_bank.anchor_handler,
             )
         return (det_output, map_output, motion_output, planning_output), after

@@ -18,6 +18,7 @@ from ..boxes.box3d import VX, VY, yaw_of
 from ..instance_operations import InstanceOperations
 from ..mlp import perceptron
 from ..sample_batch import probabilities_of
+from ..temporal.frame_clock import DeviceStep
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
 from .motion_planning_loss import MotionPlanningLoss
@@ -176,18 +177,18 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         det_output: dict[str, Any],
         map_output: dict[str, Any],
         feature_maps: Sequence[Any],
-        state: InstanceQueueState,
+        state: InstanceQueueState | None,
         anchor_encoder: nn.Module,
-        mask: Tensor | None,
+        step: DeviceStep | None,
         anchor_handler: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], InstanceQueueState]:
         """Return the raw outputs of motion and of planning, and the state for the next frame.
 
         Args:
             det_output, map_output: raw outputs of the other heads. feature_maps: as in ``Sparse4DHead``.
-            state: the result of the queue's ``enter``.
+            state: what the frame before left, or None in a first frame.
             anchor_encoder: embeds the boxes of instances and of the ego.
-            mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
+            step: what lies between the two frames. Without one, the queue starts anew.
             anchor_handler: module with ``anchor_projection``, which moves boxes in space and time.
 
         Returns:
@@ -211,7 +212,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         map_feature, map_embed = _most_confident(map_output, map_probability, self.num_map)
         queue = self.instance_queue
         ego_feature, ego_anchor, past, past_anchor, is_absent, state = queue.get(
-            state, det_output, feature_maps, mask, anchor_handler
+            state, det_output, feature_maps, step, anchor_handler
         )
         ego_feature = ego_feature.to(dtype)
         ego_embed = anchor_encoder(ego_anchor)

@@ -17,7 +17,7 @@ from ...rows import rows_at
 from ..boxes.box3d import VX, VY
 from ..deformable_feature_aggregation import is_flat
 from ..mlp import linear_relu_ln
-from .frame_clock import DeviceStep, FrameStep
+from .frame_clock import DeviceStep
 from .instance_bank import confidence_of
 from .plain_values import temporal_value
 
@@ -40,8 +40,6 @@ class InstanceQueueState:
         confidence: [B, N], the confidences of its instances.
         ego_features, ego_anchors: [B, 1, C] and [B, 1, D] of each of the last frames. ego_period: [B, 1].
         ego_status: [B, 1, 10], as it was predicted.
-        step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
-            nothing is cached.
     """
 
     features: tuple[Tensor, ...] = ()
@@ -52,16 +50,15 @@ class InstanceQueueState:
     ego_features: tuple[Tensor, ...] = ()
     ego_anchors: tuple[Tensor, ...] = ()
     ego_period: Any = None
-    ego_status: Tensor | None = None
-    step: DeviceStep | None = None
+    ego_status: Any = None
 
 
 @MODELS.register_module()
 class InstanceQueue(BaseModule):
     """Follows instances and the ego over the last frames. Instances are matched by track id.
 
-    The calls of a frame are ``enter``, ``get`` and ``cache``. Each takes the state and returns it with its changes. The
-    queue itself remembers nothing.
+    The calls of a frame are ``get`` and ``cache``. Each takes the state and returns it with its changes. The queue itself
+    remembers nothing.
 
     Args:
         embed_dims: width C of the features.
@@ -105,36 +102,21 @@ class InstanceQueue(BaseModule):
             waves = 2 * 2 * 2 * _NUM_WAVES  # velocity and change, two axes, sine and cosine
             self.ego_motion_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 2, 1, waves))
 
-    def enter(
-        self, state: InstanceQueueState | None, batch_size: int, step: FrameStep | None
-    ) -> InstanceQueueState:
-        """Return the state with which a frame starts. This is all work on the host that a frame needs.
-
-        Args:
-            state: what the frame before left, or None in a first frame. batch_size: B.
-            step: what lies between the two frames. Without one, the queue starts anew.
-        """
-        if state is None or step is None or state.period is None or state.period.shape[0] != batch_size:
-            return InstanceQueueState()
-        # The mask that ``get`` receives tells whether the history of a sample counts.
-        on_device, _ = step.entered(math.inf, 0.0, self.ego_anchor.device, torch.float32)
-        return replace(state, step=on_device)
-
     def get(
         self,
-        state: InstanceQueueState,
+        state: InstanceQueueState | None,
         det_output: dict[str, Any],
         feature_maps: Sequence[Any],
-        mask: Tensor | None,
+        step: DeviceStep | None,
         anchor_handler: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, InstanceQueueState]:
         """Return what is remembered, with the instances of this frame.
 
         Args:
-            state: the result of ``enter``.
+            state: what the frame before left, or None in a first frame.
             det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
             feature_maps: the feature pyramid, flattened or [B, V, C, H, W] of each level.
-            mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
+            step: what lies between the two frames. Without one, the queue starts anew.
             anchor_handler: module with ``anchor_projection``, which moves anchors in space and time.
 
         Returns:
@@ -142,8 +124,7 @@ class InstanceQueue(BaseModule):
             [B, N + 1, T, D] of the last T frames, where the ego comes last; [B, N + 1, T] bool, True where nothing is
             remembered; the state.
         """
-        step = state.step
-        if step is None or mask is None:
+        if step is None or state is None:
             state = InstanceQueueState()
         else:
             motion = step.previous_to_current
@@ -152,8 +133,8 @@ class InstanceQueue(BaseModule):
                 return tuple(anchor_handler.anchor_projection(anchor, motion) for anchor in anchors)
 
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
-        state = self._follow(state, det_output, mask)
-        ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, mask)
+        state = self._follow(state, det_output, step)
+        ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, step)
         period = torch.cat([state.period, state.ego_period], dim=1)
         features, ego_features, anchors, ego_anchors = (
             torch.stack(frames, 2)
@@ -164,25 +145,26 @@ class InstanceQueue(BaseModule):
         ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
         return ego_feature, ego_anchor, features, anchors, ages > period[..., None], state
 
-    def _follow(self, state: InstanceQueueState, det_output: dict[str, Any], mask: Any) -> InstanceQueueState:
+    def _follow(
+        self, state: InstanceQueueState, det_output: dict[str, Any], step: DeviceStep | None
+    ) -> InstanceQueueState:
         """Reorder what is remembered like the instances of this frame, and add the frame."""
         feature = det_output["instance_feature"].detach()
         anchor = det_output["prediction"][-1].detach()
         features = state.features
         anchors = state.anchors
-        period = state.period
         threshold = self.tracking_threshold
-        if period is None:
+        if step is None:
             period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
         else:
             own_id = det_output["instance_id"][..., None]
             match: Tensor = (own_id == state.instance_id[:, None]) & (own_id >= 0)
-            match = match & mask[:, None, None]  # [B, N, N before]
+            match = match & step.is_continued[:, None, None]  # [B, N, N before]
             if threshold > 0:
                 match = match & (state.confidence > threshold)[:, None]
             features = tuple(_chosen(match, x) for x in features)
             anchors = tuple(_chosen(match, x) for x in anchors)
-            period = (match * period[:, None]).sum(2)
+            period = (match * state.period[:, None]).sum(2)
         return replace(
             state,
             features=self._latest(features, feature),
@@ -198,7 +180,7 @@ class InstanceQueue(BaseModule):
         self,
         state: InstanceQueueState,
         feature_maps: Sequence[Any],
-        mask: Any,
+        step: DeviceStep | None,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         front = feature_maps[-1][:, 0]
         if is_flat(feature_maps):
@@ -209,20 +191,17 @@ class InstanceQueue(BaseModule):
         feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
         batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
-        period = state.ego_period
-        step = state.step
-        status = state.ego_status
-        if period is None:
+        if step is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
         else:
-            period = torch.where(mask[:, None], period, 0)
-        if self.ego_motion_encoder is not None:
-            if step is not None:
-                velocity = step.velocity.to(anchor.dtype).unsqueeze(1)
-                anchor[..., VX : VY + 1] = torch.where(mask[:, None, None], velocity, 0)
-        elif status is not None:
-            speed = status[..., _FORWARD_SPEED]
-            anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
+            is_continued = step.is_continued[:, None]
+            period = torch.where(is_continued, state.ego_period, 0)
+            if self.ego_motion_encoder is None:
+                speed = state.ego_status[..., _FORWARD_SPEED]
+                anchor[..., VY] = torch.where(is_continued, speed, 0).to(anchor.dtype)
+            else:
+                velocity = torch.where(is_continued, step.velocity, 0).to(anchor.dtype)
+                anchor[..., VX : VY + 1] = velocity.unsqueeze(1)
         state = replace(
             state,
             ego_features=self._latest(state.ego_features, feature.detach()),
@@ -263,7 +242,6 @@ class InstanceQueue(BaseModule):
             instance_id=det_output["instance_id"],
             ego_status=ego_status.detach(),
             ego_features=(*state.ego_features[:-1], ego_feature.detach()),
-            step=None,
         )
 
 

@@ -43,7 +43,7 @@ def to_plain_values(state: Any) -> Any:
 def from_plain_values(plain: Any, device: torch.device | str) -> Any:
     """Return the state that ``to_plain_values`` was given, with its tensors on ``device``.
 
-    Tensors of fields that are marked as ``ON_HOST`` stay on the CPU.
+    Tensors of fields that are marked as ``ON_HOST`` stay on the CPU. Fields that this version does not have are left out.
 
     Raises:
         ValueError: the state holds a kind of value that this version does not know.
@@ -60,11 +60,9 @@ def from_plain_values(plain: Any, device: torch.device | str) -> Any:
     kind = _VALUES.get(name)
     if kind is None:
         raise InvalidInputError(f"from_plain_values: a temporal state holds an unknown {name!r}")
-    host = {member.name for member in fields(kind) if is_on_host(member)}
-    return kind(
-        **{
-            key: from_plain_values(value, "cpu" if key in host else device)
-            for key, value in plain.items()
-            if key != _KIND
-        }
-    )
+    given = {}
+    for member in fields(kind):
+        key = member.name
+        if key in plain:
+            given[key] = from_plain_values(plain[key], "cpu" if is_on_host(member) else device)
+    return kind(**given)
