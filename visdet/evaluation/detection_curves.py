@@ -26,7 +26,7 @@ class Matches:
     """The matches of the predictions of one class over all frames, the highest score first.
 
     Attributes:
-        rows, truth_rows: [m], the prediction and the true box of each match, as their places among those of all frames.
+        rows, truth_rows: [m], the places of the prediction and of the true box of each match among those of all frames.
         scores: [m], the scores of these predictions.
         precision, confidence: [101], at the recalls 0, 0.01, …, 1.
         num_truths: number of true boxes.

@@ -40,10 +40,8 @@ class HeadOfTasks(BaseModule):
         Args:
             model_outs: the outputs of ``forward``. truth: the result of ``ground_truth``.
         """
-        calls = {
-            task: partial(_of_task, task, criterion.pair_costs) for task, criterion in self.criteria().items()
-        }
-        return side_by_side(calls, self.outputs_by_task(model_outs), truth)
+        functions = {task: criterion.pair_costs for task, criterion in self.criteria().items()}
+        return side_by_side(functions, self.outputs_by_task(model_outs), truth)
 
     def losses(
         self,
@@ -60,27 +58,24 @@ class HeadOfTasks(BaseModule):
             truth: the result of ``ground_truth``. costs: the result of ``pair_costs``.
             assigned: the result of ``assigned_instances``.
         """
-        calls = {
-            task: partial(_of_task, task, criterion.losses) for task, criterion in self.criteria().items()
-        }
+        functions = {task: criterion.losses for task, criterion in self.criteria().items()}
+        by_task = self.outputs_by_task(model_outs), truth, costs, assigned
         losses: dict[str, Tensor] = {}
-        for of_task in side_by_side(calls, self.outputs_by_task(model_outs), truth, costs, assigned).values():
+        for of_task in side_by_side(functions, *by_task).values():
             losses |= of_task
         return losses
 
 
-def side_by_side(calls: Mapping[str, Any], *reads: Any) -> dict[str, Any]:
-    """Return the results of one or two functions by their names; see :func:`in_parallel`.
+def side_by_side(functions: Mapping[str, Callable[..., Any]], *by_task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of the functions of one or two tasks by the tasks; see :func:`in_parallel`.
 
     Args:
-        calls: the functions, which do not read each other's results.
-        reads: their arguments.
+        functions: the functions, which do not read each other's results.
+        by_task: their arguments, each a dict with what every task gets.
     """
-    functions = list(calls.values())
-    if len(functions) == 1:
-        return {name: call(*reads) for name, call in calls.items()}
-    first, second = functions
-    return dict(zip(calls, in_parallel(first, second, reads), strict=True))
+    first, *others = (partial(_of_task, task, function) for task, function in functions.items())
+    results = in_parallel(first, others[0], by_task) if others else (first(*by_task),)
+    return dict(zip(functions, results, strict=True))
 
 
 def _of_task(task: str, function: Callable[..., Any], *by_task: Mapping[str, Any]) -> Any:

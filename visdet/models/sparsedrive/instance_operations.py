@@ -1,6 +1,7 @@
 """The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -43,16 +44,23 @@ class InstanceOperations(BaseModule):
         self.fc_before = nn.Linear(embed_dims, width, bias=False) if decouple_attn else nn.Identity()
         self.fc_after = nn.Linear(width, embed_dims, bias=False) if decouple_attn else nn.Identity()
 
-    def init_operations(self) -> None:
-        """Initialise the matrices of all operations but 'refine' by Xavier."""
+    def init_operations(self, *others: nn.Module) -> None:
+        """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule.
+
+        Args:
+            others: the parts that are initialised by their own rules beside the layers.
+        """
         for op, layer in zip(self.operation_order, self.layers, strict=True):
             if layer is not None and op != "refine":
                 for parameter in layer.parameters():
                     if parameter.dim() > 1 and parameter.requires_grad:
                         nn.init.xavier_uniform_(parameter)
+        for part in (*others, *self.layers):
+            if isinstance(part, BaseModule):
+                part.init_weights()
 
-    def steps(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-        """Yield the name and the layer of each operation, and the normalisation that the layer can apply by itself.
+    def steps(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the layer of each operation.
 
         A feed-forward block and the normalisation after it are one step, because one kernel sums and normalises.
         Operations without a layer are left out.
@@ -65,7 +73,7 @@ class InstanceOperations(BaseModule):
                 joins = False
                 continue
             joins = op == "ffn" and following == "norm" and isinstance(layer, AsymmetricFFN | FFN)
-            yield op, layer, norm if joins else None
+            yield op, partial(layer, norm=norm) if joins else layer
 
     def attend(
         self,

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.execution.tensor_tree import map_tensors
@@ -52,27 +51,28 @@ class _Memory:
     history: tuple[bool, ...]
 
 
-def _outputs_of_layers(
-    layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-    N: int,
-    queries: Sequence[DenoisingQueries],
-) -> dict[str, Any]:
-    """Return what all layers predict for N instances and, if there are some, for the denoising queries behind them.
+def _rows(layers: Sequence[Any], rows: slice) -> list[Any]:
+    """Return rows of what each layer predicts, [B, N + G·n, ...] or None."""
+    return [None if of_layer is None else of_layer[:, rows] for of_layer in layers]
+
+
+def _denoising_targets(
+    queries: Sequence[DenoisingQueries | None], predicted: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the classes, the boxes and the marks of what counts of the denoising queries.
+
+    If this process has none, they are empty, because another process may have some.
 
     Args:
-        layers: classes [B, N + G·n, C], anchors [B, N + G·n, D] and quality of each layer.
         queries: those before and after the queries of the previous frame have joined.
+        predicted: [B, G·n, D], what a layer predicts for them.
     """
-    outputs: dict[str, Any] = dict(
-        classification=[cls[:, :N] for cls, _, _ in layers],
-        prediction=[anchors[:, :N] for _, anchors, _ in layers],
-        quality=[None if quality is None else quality[:, :N] for _, _, quality in layers],
-    )
-    if queries:
-        outputs["dn_classification"] = [cls[:, N:] for cls, _, _ in layers]
-        outputs["dn_prediction"] = [anchors[:, N:] for _, anchors, _ in layers]
-        outputs["dn_targets"] = [(one.cls_target, one.reg_target, one.valid_mask) for one in queries]
-    return outputs
+    targets = [(one.cls_target, one.reg_target, one.valid_mask) for one in queries if one is not None]
+    if not targets:
+        boxes = predicted.detach()
+        label = boxes[..., 0].long()
+        targets = [(label, boxes, label.bool())] * 2
+    return targets
 
 
 @MODELS.register_module()
@@ -175,11 +175,8 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         )
 
     def init_weights(self) -> None:
-        """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule."""
-        self.init_operations()
-        for part in (self.instance_bank, self.anchor_encoder, *self.layers):
-            if isinstance(part, BaseModule):
-                part.init_weights()
+        """Initialise the operations, the bank and the encoder."""
+        self.init_operations(self.instance_bank, self.anchor_encoder)
 
     @property
     def is_temporal(self) -> bool:
@@ -197,13 +194,18 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         bank = self.instance_bank.enter(state.bank, batch_size, step)
         return Sparse4DState(bank, None if bank.step is None else state.denoising)
 
+    @property
+    def _denoises(self) -> bool:
+        """Whether the head learns from denoising queries."""
+        sampler = self.sampler
+        return self.training and sampler is not None and sampler.num_dn_groups > 0
+
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the ground truth in ``metas``, or None in evaluation or without denoising groups.
 
         The host makes them, so that it need not wait for the device.
         """
-        sampler = self.sampler
-        if not self.training or sampler is None or sampler.num_dn_groups <= 0:
+        if not self._denoises:
             return None
         ids = None
         samples = metas["img_metas"]
@@ -213,7 +215,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         labels = [row.cpu() for row in metas[self.gt_cls_key]]
         boxes = [row.cpu() for row in metas[self.gt_reg_key]]
         device = self.instance_bank.anchor.device
-        queries = sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
+        queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
         return map_tensors(partial(to_device, device=device), queries)
 
     def forward(
@@ -251,7 +253,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         embed_of_attention = as_autocast_input(embed)
         predicted: list[tuple[Tensor, Tensor, Tensor | None]] = []
         num_single_frame = self.num_single_frame_decoder
-        for op, layer, norm in self.steps():
+        for op, layer in self.steps():
             if op == "temp_gnn":
                 feature = self._attend_to_memory(layer, feature, embed_of_attention, memory, attn_mask)
             elif op == "gnn":
@@ -259,7 +261,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                 value = self.fc_before(feature)
                 feature = self.attend(layer, feature, embed_of_attention, value=value, attn_mask=attn_mask)
             elif op in ("norm", "ffn"):
-                feature = layer(feature) if norm is None else layer(feature, norm=norm)
+                feature = layer(feature)
             elif op == "deformable":
                 feature = layer(feature, anchor, embed, feature_maps, metas)
             else:
@@ -275,14 +277,13 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
-        of_frame = () if denoising is None else (denoising, joined)
+        output = self._outputs(predicted, (denoising, joined))
         found = feature[:, :N]
         classes = cls[:, :N]
-        output = _outputs_of_layers(predicted, N, of_frame)
         output["instance_feature"] = found
         output["anchor_embed"] = embed[:, :N]
         queries = None
-        if of_frame:
+        if denoising is not None:
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:
@@ -290,6 +291,33 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             threshold = None if decoder is None else decoder.score_threshold
             output["instance_id"], bank_state = bank.get_instance_id(bank_state, classes, threshold)
         return output, Sparse4DState(bank_state, queries)
+
+    def _outputs(
+        self,
+        layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+        queries: Sequence[DenoisingQueries | None],
+    ) -> dict[str, Any]:
+        """Return what all layers predict for the instances and, if they are learned from, for the denoising queries.
+
+        Args:
+            layers: classes [B, N + G·n, C], anchors [B, N + G·n, D] and quality of each layer.
+            queries: those before and after the queries of the previous frame have joined.
+        """
+        N = self.instance_bank.num_anchor
+        instances = slice(N)
+        classes, anchors, quality = zip(*layers, strict=True)
+        output: dict[str, Any] = {
+            "classification": _rows(classes, instances),
+            "prediction": _rows(anchors, instances),
+            "quality": _rows(quality, instances),
+        }
+        if self._denoises:
+            behind = slice(N, None)
+            predicted = _rows(anchors, behind)
+            output["dn_classification"] = _rows(classes, behind)
+            output["dn_prediction"] = predicted
+            output["dn_targets"] = _denoising_targets(queries, predicted[-1])
+        return output
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory | None:
         """Return what the layers attend to of the previous frame, or None if no sample has one."""
@@ -375,19 +403,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         return {self.task_prefix: self.criterion}
 
     def outputs_by_task(self, model_outs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the outputs of the only task, in training with denoising queries.
-
-        If this process has none, they are empty, because another process may have some.
-        """
-        if "dn_prediction" not in model_outs and self.training and self.sampler.num_dn_groups > 0:
-            predictions = [x[:, :0] for x in model_outs["prediction"]]
-            boxes = predictions[-1].detach()
-            label = boxes[..., 0].long()
-            model_outs = model_outs | {
-                "dn_classification": [x[:, :0] for x in model_outs["classification"]],
-                "dn_prediction": predictions,
-                "dn_targets": [(label, boxes, label.bool())] * 2,
-            }
+        """Return the outputs of the only task."""
         return {self.task_prefix: model_outs}
 
     def select(self, model_outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
@@ -396,5 +412,5 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             model_outs["classification"],
             model_outs["prediction"],
             model_outs.get("instance_id"),
-            model_outs.get("quality"),
+            model_outs["quality"],
         )

@@ -1,7 +1,6 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +124,9 @@ class SparseDriveHead(HeadOfTasks):
             name: head.enter(state and state[name], batch_size, step)
             for name, head in self._perception().items()
         }
-        if self.with_motion_plan:  # It remembers the instances of detection, and nothing if detection starts anew.
+        if (
+            self.with_motion_plan
+        ):  # It remembers the instances of detection, and nothing if detection starts anew.
             entered["motion_plan"] = state and entered["det"].bank.step and state["motion_plan"]
         return entered
 
@@ -153,9 +154,8 @@ class SparseDriveHead(HeadOfTasks):
         state = state or self.enter(None, len(feature_maps[0]), None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             heads = self._perception()
-            calls = {name: partial(self._head_of_task, name) for name in heads}
-            entered = {name: state[name] for name in heads}
-            outputs = side_by_side(calls, feature_maps, metas, entered, {"det": denoising})
+            maps_and_metas = (dict.fromkeys(heads, shared) for shared in (feature_maps, metas))
+            outputs = side_by_side(heads, *maps_and_metas, state, {"det": denoising, "map": None})
         after = {name: state for name, (_, state) in outputs.items()}
         det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
@@ -171,11 +171,6 @@ class SparseDriveHead(HeadOfTasks):
                 detection.instance_bank.anchor_handler,
             )
         return (det_output, map_output, motion_output, planning_output), after
-
-    def _head_of_task(
-        self, name: str, feature_maps: Any, metas: Any, state: Mapping[str, Any], queries: Mapping[str, Any]
-    ) -> Any:
-        return self._perception()[name](feature_maps, metas, state[name], queries.get(name))
 
     def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the instances of each task, and for ``motion`` the future steps [B, N, T, 2] and their masks."""

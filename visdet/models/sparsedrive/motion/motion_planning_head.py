@@ -45,6 +45,13 @@ def _most_confident(output: dict[str, Any], probability: Tensor, count: int) -> 
     return rows
 
 
+def _raw_outputs(
+    cls: list[Tensor], steps: list[Tensor], period: Tensor, anchors: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return what is predicted for instances in each refinement, and what is remembered of them."""
+    return {"classification": cls, "prediction": steps, "period": period, "anchor_queue": list(anchors)}
+
+
 _NUSCENES_CLASSES = 10
 
 
@@ -165,12 +172,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         return nn.Parameter(anchors.clone(), requires_grad=False)
 
     def init_weights(self) -> None:
-        """Initialise the matrices of all operations but 'refine' by Xavier, and then 'refine' by its own rule."""
+        """Initialise the operations."""
         self.init_operations()
-        layer: Any
-        for op, layer in zip(self.operation_order, self.layers, strict=True):
-            if op == "refine":
-                layer.init_weights()
 
     def forward(
         self,
@@ -205,64 +208,62 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         feature = det_output["instance_feature"]
         embed = det_output["anchor_embed"]
         N = feature.shape[1]
-        dtype = feature.dtype
         probability = probabilities_of(det_output)
         map_probability = probabilities_of(map_output)
-        most_confident = _most_confident(det_output, probability, self.num_det)
+        best, best_embed = _most_confident(det_output, probability, self.num_det)
         map_feature, map_embed = _most_confident(map_output, map_probability, self.num_map)
         queue = self.instance_queue
         ego_feature, ego_anchor, past, past_anchor, is_absent, state = queue.get(
             state, det_output, feature_maps, step, anchor_handler
         )
-        ego_feature = ego_feature.to(dtype)
-        ego_embed = anchor_encoder(ego_anchor)
-        past_embed = anchor_encoder(past_anchor)
-        ego_motion = queue.ego_motion_embed(state)
-        if ego_motion is not None:
-            ego_embed = ego_embed + ego_motion
-        past = past.flatten(0, 1).to(dtype)
-        memory = past, past_embed.flatten(0, 1), self.fc_before(past), is_absent.flatten(0, 1)
-        motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
+        ego_feature = ego_feature.to(feature.dtype)
+        ego_embed = self._embed_of_ego(anchor_encoder(ego_anchor), state)
+        past = past.flatten(0, 1).to(feature.dtype)
+        past_embed = anchor_encoder(past_anchor).flatten(0, 1)
+        memory = past, past_embed, self.fc_before(past), is_absent.flatten(0, 1)
+        modes = self._mode_queries(probability, det_output["prediction"][-1])
         feature = torch.cat([feature, ego_feature], 1)
         embed = torch.cat([embed, ego_embed], 1)
-        pairs = zip(most_confident, (ego_feature, ego_embed), strict=True)
-        best_feature, best_embed = (torch.cat(pair, 1) for pair in pairs)
-        best = best_feature, best_embed, self.fc_before(best_feature)
+        best = torch.cat([best, ego_feature], 1)
+        best_embed = torch.cat([best_embed, ego_embed], 1)
+        best_value = self.fc_before(best)
         outputs = []
-        for op, layer, norm in self.steps():
+        for op, layer in self.steps():
             if op == "temp_gnn":
                 feature = self._attend_to_past(layer, feature, embed, memory)
             elif op == "gnn":
-                feature = self.attend(layer, feature, embed, *best)
+                feature = self.attend(layer, feature, embed, best, best_embed, best_value)
             elif op == "cross_gnn":
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":
-                query = (feature + embed).unsqueeze(2)
-                motion_query = motion_modes + query[:, :N]
-                plan_query = plan_modes + query[:, N:]
-                outputs.append(layer(motion_query, plan_query, feature[:, N:], embed[:, N:]))
+                outputs.append(self._refined(layer, feature, embed, *modes))
             else:
-                feature = layer(feature) if norm is None else layer(feature, norm=norm)
+                feature = layer(feature)
         motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
         seconds = self.plan_step_s
         if seconds is not None:
             constant = seconds * ego_anchor[:, :, None, None, VX : VY + 1]
             plan_reg = [steps + constant for steps in plan_reg]
         state = queue.cache(state, det_output, feature[:, N:], status[-1])
-        motion = {
-            "classification": motion_cls,
-            "prediction": motion_reg,
-            "period": state.period,
-            "anchor_queue": list(state.anchors),
-        }
-        planning = {
-            "classification": plan_cls,
-            "prediction": plan_reg,
-            "status": status,
-            "period": state.ego_period,
-            "anchor_queue": list(state.ego_anchors),
-        }
+        motion = _raw_outputs(motion_cls, motion_reg, state.period, state.anchors)
+        planning = _raw_outputs(plan_cls, plan_reg, state.ego_period, state.ego_anchors)
+        planning["status"] = status
         return motion, planning, state
+
+    def _embed_of_ego(self, embed: Tensor, state: InstanceQueueState) -> Tensor:
+        """Return the embedding [B, 1, C] of the ego's anchor, with that of its motion if the queue knows it."""
+        motion = self.instance_queue.ego_motion_embed(state)
+        return embed if motion is None else embed + motion
+
+    @staticmethod
+    def _refined(
+        layer: nn.Module, feature: Tensor, embed: Tensor, motion_modes: Tensor, plan_modes: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the result of a ``MotionPlanningRefinementModule`` for instances, the last of which is the ego."""
+        N = motion_modes.shape[1]
+        query = (feature + embed).unsqueeze(2)
+        motion_query = motion_modes + query[:, :N]
+        return layer(motion_query, plan_modes + query[:, N:], feature[:, N:], embed[:, N:])
 
     def _attend_to_past(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: tuple[Tensor, ...]
@@ -307,8 +308,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion = self.motion_decoder.select(
             det_output["classification"],
             det_output["prediction"],
-            det_output.get("instance_id"),
-            det_output.get("quality"),
+            det_output["instance_id"],
+            det_output["quality"],
             motion_output,
         )
         planning = self.planning_decoder.select(det_output, motion_output, planning_output, data)

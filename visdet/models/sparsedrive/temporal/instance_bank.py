@@ -203,6 +203,7 @@ class InstanceBank(ModuleWithAnchors):
         """
         cached_feature: Any = state.cached_feature
         cached_anchor: Any = state.cached_anchor
+        known: Any = state.confidence
         mask = state.mask
         if mask is None:
             return instance_feature, anchor, state
@@ -216,12 +217,11 @@ class InstanceBank(ModuleWithAnchors):
             [cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
         )
         anchor_of_history = torch.cat([cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
-        known = state.confidence
         ids = state.instance_id
         state = replace(
             state,
             step=None,
-            confidence=None if known is None else torch.where(kept, known, 0.0),
+            confidence=torch.where(kept, known, 0.0),
             instance_id=None if ids is None else torch.where(kept, ids, -1),
         )
         return (

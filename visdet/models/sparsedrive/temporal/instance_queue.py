@@ -57,8 +57,8 @@ class InstanceQueueState:
 class InstanceQueue(BaseModule):
     """Follows instances and the ego over the last frames. Instances are matched by track id.
 
-    The calls of a frame are ``get`` and ``cache``. Each takes the state and returns it with its changes. The queue itself
-    remembers nothing.
+    The calls of a frame are ``get`` and ``cache``. Each takes the state and returns it with its changes. The queue
+    itself remembers nothing.
 
     Args:
         embed_dims: width C of the features.

@@ -43,7 +43,8 @@ def to_plain_values(state: Any) -> Any:
 def from_plain_values(plain: Any, device: torch.device | str) -> Any:
     """Return the state that ``to_plain_values`` was given, with its tensors on ``device``.
 
-    Tensors of fields that are marked as ``ON_HOST`` stay on the CPU. Fields that this version does not have are left out.
+    Tensors of fields that are marked as ``ON_HOST`` stay on the CPU. Fields that this version does not have are left
+    out.
 
     Raises:
         ValueError: the state holds a kind of value that this version does not know.
