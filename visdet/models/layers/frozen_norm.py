@@ -12,7 +12,7 @@ from visdet.ops.tracing import is_traced
 
 from .normalization import BatchNorm2d, add_relu
 from .plain import is_plain
-from .precision import as_autocast_input, autocast_dtype
+from .precision import HALF_TYPES, as_autocast_input, autocast_dtype
 
 # This is the count of 16-bit numbers in 16 bytes. cuDNN reads a bias in pieces of 16 bytes, and the process crashes if
 # the bias does not begin at a multiple of 16 bytes.
@@ -82,9 +82,11 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
             shifts = [shift.clone() for shift in shifts]
         scales = scale.view(-1, 1, 1, 1).split(sizes)
     layout = torch.channels_last if scale.is_cuda else torch.preserve_format
-    weights = [_product(conv.weight, scale, dtype, layout) for conv, scale in zip(convs, scales, strict=True)]
-    geometries = [(conv.stride, conv.padding, conv.dilation, conv.groups) for conv in convs]
-    return dict(zip(convs, map(FoldedConv, weights, shifts, geometries), strict=True))
+    folded = {}
+    for conv, scale, shift in zip(convs, scales, shifts, strict=True):
+        weight = _product(conv.weight, scale, dtype, layout)
+        folded[conv] = FoldedConv(weight, shift, (conv.stride, conv.padding, conv.dilation, conv.groups))
+    return folded
 
 
 def _product(weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
@@ -172,5 +174,5 @@ def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> boo
     if not (cudnn.enabled and cudnn.is_available()):
         return False
     if residual is None:
-        return x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return residual.dtype == x.dtype and x.dtype in (torch.float16, torch.bfloat16)
+        return x.dtype in (torch.float32, *HALF_TYPES)
+    return residual.dtype == x.dtype and x.dtype in HALF_TYPES

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from visdet.ops.tracing import is_traced
 
 from .plain import is_plain
-from .precision import autocast_dtype
+from .precision import HALF_TYPES, autocast_dtype
 
 _BLOCK = 2  # pixels along each side
 _CHANNEL_MULTIPLE = 16  # The kernels of cuDNN that use the matrix units read so many 16-bit channels at once.
@@ -26,7 +26,7 @@ def suits_blocks(conv: nn.Module, x: Tensor) -> bool:
     if conv.bias is not None or conv.groups != 1 or conv.padding_mode != "zeros":
         return False
     is_short = _BLOCK**2 * conv.in_channels <= _CHANNEL_MULTIPLE
-    return is_short and autocast_dtype(x) in (torch.float16, torch.bfloat16)
+    return is_short and autocast_dtype(x) in HALF_TYPES
 
 
 def in_blocks(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,10 +51,9 @@ def in_blocks(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     used = _BLOCK**2 * channels
     all_channels = -(-used // _CHANNEL_MULTIPLE) * _CHANNEL_MULTIPLE
     blocks = x.new_zeros(batch, rows + 3, columns + 3, all_channels, dtype=autocast_dtype(x))
-    inner = blocks[:, 2:-1, 2:-1, :used].unflatten(-1, (_BLOCK, _BLOCK, channels))
-    inner.copy_(x.reshape(batch, channels, rows, _BLOCK, columns, _BLOCK).permute(0, 2, 4, 3, 5, 1))
+    inner = blocks[:, 2:-1, 2:-1, :used].unflatten(-1, (channels, _BLOCK, _BLOCK))
+    inner.copy_(x.reshape(batch, channels, rows, _BLOCK, columns, _BLOCK).permute(0, 2, 4, 1, 3, 5))
 
     whole = F.pad(weight, (1, 0, 1, 0))  # [O, C, 8, 8]
-    of_blocks = whole.reshape(-1, channels, 4, _BLOCK, 4, _BLOCK).permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
-    of_blocks = F.pad(of_blocks, (0, 0, 0, 0, 0, all_channels - used))
+    of_blocks = F.pad(F.pixel_unshuffle(whole, _BLOCK), (0, 0, 0, 0, 0, all_channels - used))
     return blocks.permute(0, 3, 1, 2), of_blocks.contiguous(memory_format=torch.channels_last)

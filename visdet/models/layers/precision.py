@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
     """Return a context without autocast on the device of a tensor."""
