@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
+from mmengine.model import ImgDataPreprocessor
 from torch import Tensor
 
 from visdet.checks.arguments import Above0, Positive, also_takes
@@ -14,13 +14,14 @@ from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
 
-class FollowsModel(BaseDataPreprocessor):
+class FollowsModel(ImgDataPreprocessor):
     """A data preprocessor whose images have the type to which the model is cast, as by ``model.to(torch.bfloat16)``.
 
-    Images are computed in float32 or better. A mean of 123.675 would be 123.5 in bfloat16.
+    Images are normalised in float32 or better. A mean of 123.675 would be 123.5 in bfloat16.
     """
 
     image_dtype = torch.float32
+    reverses_channels = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         exact = dict(self.named_buffers())
@@ -32,9 +33,18 @@ class FollowsModel(BaseDataPreprocessor):
                 setattr(self, name, buffer.to(moved.device))
         return self
 
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return images [..., C, H, W] in float32, whose channels are reversed and normalised as the config says."""
+        images = (images.flip(-3) if self.reverses_channels else images).float()
+        if not hasattr(self, "mean"):
+            return images
+        if images.shape[-3] != len(self.mean) > 1:
+            raise InvalidInputError(f"inputs must have 3 channels, as mean has, got {tuple(images.shape)}")
+        return (images - self.mean) / self.std
+
 
 @MODELS.register_module()
-class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
+class DetDataPreprocessor(FollowsModel):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
     Images of a planned batch (see docs/batches.md) are padded to the ``batch_input_shape`` that the samples have. The
@@ -104,17 +114,10 @@ class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
                 if boxes is not None and not isinstance(boxes, Tensor):
                     sample.get(field).bboxes = boxes.tensor
         padded = [
-            F.pad(self._normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
+            F.pad(self.normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
             for image, (h, w) in zip(images, image_sizes, strict=True)
         ]
         return {"inputs": torch.stack(padded).to(self.image_dtype), "data_samples": data_samples}
-
-    def _normalized(self, image: Tensor) -> Tensor:
-        image = (image.flip(0) if self.reverses_channels else image).float()
-        normalizes = hasattr(self, "mean")
-        if normalizes and image.shape[0] != len(self.mean) > 1:
-            raise InvalidInputError(f"inputs must have 3 channels, as mean has, got {tuple(image.shape)}")
-        return (image - self.mean) / self.std if normalizes else image
 
     def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
@@ -155,19 +158,12 @@ class DrivingDataPreprocessor(FollowsModel):
         bgr_to_rgb: bool = False,
         non_blocking: bool = True,
     ) -> None:
-        super().__init__(non_blocking=non_blocking)
         if (mean is None) != (std is None):
             raise InvalidInputError(
                 f"DrivingDataPreprocessor: mean and std must be given together, got {mean}, {std}"
             )
-        self.bgr_to_rgb = bgr_to_rgb
-        self._has_statistics = mean is not None
-        if mean is not None and std is not None:
-            # This computes x * scale + shift in one pass over the images.
-            scale = 1 / torch.tensor(std, dtype=torch.float64)
-            shift = -torch.tensor(mean, dtype=torch.float64) * scale
-            for name, numbers in (("_scale", scale), ("_shift", shift)):
-                self.register_buffer(name, numbers.float().view(-1, 1, 1), persistent=False)
+        super().__init__(mean, std, bgr_to_rgb=bgr_to_rgb, non_blocking=non_blocking)
+        self.reverses_channels = bgr_to_rgb
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return the batch on the device; see the class."""
@@ -184,7 +180,4 @@ class DrivingDataPreprocessor(FollowsModel):
                 else self.cast_data(sample)
                 for sample in samples
             ]
-        images = (images.flip(2) if self.bgr_to_rgb else images).float()
-        if self._has_statistics:
-            images = torch.addcmul(self._shift, images, self._scale)
-        return {"inputs": images.to(self.image_dtype), "data_samples": samples}
+        return {"inputs": self.normalized(images).to(self.image_dtype), "data_samples": samples}
