@@ -103,8 +103,9 @@ class CdnQueryGenerator(BaseModule):
         per_group = 2 * in_group
         slot = torch.arange(room, device=counts.device)
         is_counted = slot < 2 * most * self.num_groups(most)
-        is_negative = slot % per_group >= most
-        target = (slot % per_group % in_group).expand(B, room)
+        place = slot % per_group
+        is_negative = place >= most
+        target = (place % in_group).expand(B, room)
         is_made = is_counted & (target < counts.unsqueeze(1))
 
         labels = targets.labels.gather(1, target)

@@ -282,11 +282,11 @@ class ResNet(Backbone):
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
         self.stage_names = []
+        channels_in = stem_channels
         for stage in range(num_stages):
-            channels_in = stem_channels if stage == 0 else base_channels * 2 ** (stage - 1) * expansion
-            blocks = self._stage(
-                channels_in, base_channels * 2**stage, num_blocks[stage], strides[stage], dilations[stage]
-            )
+            channels = base_channels * 2**stage
+            blocks = self._stage(channels_in, channels, num_blocks[stage], strides[stage], dilations[stage])
+            channels_in = channels * expansion
             name = f"layer{stage + 1}"
             self.stage_names.append(name)
             self.add_module(name, blocks)
@@ -297,17 +297,18 @@ class ResNet(Backbone):
     ) -> ResidualStage:
         """Return the blocks of one stage. The first of them has the stride."""
         make_convs, expansion, _ = self.ARCHITECTURES[self.depth]
+        channels_out = channels * expansion
         blocks = []
         for _ in range(num_blocks):
             downsample = None
-            if stride != 1 or channels_in != channels * expansion:
+            if stride != 1 or channels_in != channels_out:
                 downsample = nn.Sequential(
-                    nn.Conv2d(channels_in, channels * expansion, 1, stride, bias=False),
-                    build_norm_layer(self.norm_cfg, channels * expansion),
+                    nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                    build_norm_layer(self.norm_cfg, channels_out),
                 )
             convs = make_convs(channels_in, channels, stride, dilation, self.style)
             blocks.append(ResidualBlock(convs, self.norm_cfg, downsample, self.with_cp))
-            channels_in = channels * expansion
+            channels_in = channels_out
             stride = 1
         return ResidualStage(*blocks)
 
@@ -335,9 +336,10 @@ class ResNet(Backbone):
         conv, norm = self.conv1, getattr(self, self.norm1_name)
         if suits_blocks(conv, x):
             x = x if padding is None else padding.before(conv, x)
-            own = folded.get(conv)
-            x, weight = in_blocks(x, conv.weight if own is None else own.weight)
-            return _normalised(norm, F.conv2d(x, weight)) if own is None else FoldedConv(weight, own.bias)(x)
+            layer = folded.get(conv, conv)
+            x, weight = in_blocks(x, layer.weight)
+            conv_of_blocks = FoldedConv(weight, layer.bias)
+            return conv_of_blocks(x) if conv in folded else _normalised(norm, conv_of_blocks(x, relu=False))
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         return _conv_norm(conv, norm, x, folded, relu=x.is_cuda, padding=padding)

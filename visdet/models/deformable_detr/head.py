@@ -217,9 +217,11 @@ class DeformableDETRHead(BaseModule):
         if start.denoising is not None:
             _, _, targets, is_counted, _ = start.denoising
             count = len(is_counted)
+            dn_logits, logits = logits.tensor_split([count], dim=2)
+            dn_boxes, boxes = boxes.tensor_split([count], dim=2)
             sets = {
-                "": SetPrediction(logits[:, :, count:], boxes[:, :, count:]),
-                "dn_": SetPrediction(logits[:, :, :count], boxes[:, :, :count], targets, is_counted),
+                "": SetPrediction(logits, boxes),
+                "dn_": SetPrediction(dn_logits, dn_boxes, targets, is_counted),
             }
         if start.encoder_logits is not None and start.encoder_boxes is not None:
             encoder = (

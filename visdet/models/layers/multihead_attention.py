@@ -151,17 +151,13 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
     With 16-bit tensors on a CPU, it is computed in float32 if it needs gradients: torch's 16-bit backward there takes
     1.4 to 6 times as long.
     """
-    dtype = query.dtype
-    if (
-        query.device.type != "cpu"
-        or not query.requires_grad
-        or dtype == (wide := at_least_float32(query)).dtype
-    ):
+    if query.device.type != "cpu" or not query.requires_grad:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(wide.dtype)
+        mask = at_least_float32(mask)
+    wide = at_least_float32(query)
     with without_autocast(query):  # It would convert the arguments back.
         out = F.scaled_dot_product_attention(
             wide, at_least_float32(key), at_least_float32(value), attn_mask=mask, dropout_p=dropout
         )
-    return out.to(dtype)
+    return out.to(query.dtype)

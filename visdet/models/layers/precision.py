@@ -24,9 +24,8 @@ def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
 def without_gradients(device: torch.device) -> Iterator[None]:
     """Run a block without gradients. Autocast keeps no casts of weights that a later call with gradients would read."""
     kind = device.type
-    dtype = torch.get_autocast_dtype(kind)
     enabled = torch.is_autocast_enabled(kind)
-    with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+    with torch.no_grad(), torch.autocast(kind, enabled=enabled, cache_enabled=False):
         yield
 
 
