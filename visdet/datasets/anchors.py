@@ -13,7 +13,7 @@ from visdet.structures.poses import turn_about_z
 
 from .frame_records import value_of
 
-_MAP_ANCHOR_LENGTH_M = 8.0
+_HALF_MAP_ANCHOR_M = 4.0
 
 
 def cluster(
@@ -37,8 +37,9 @@ def cluster(
         samples = samples[rng.choice(len(samples), max_samples, replace=False)]
     distinct = np.unique(samples, axis=0)
     if len(distinct) <= num_clusters:
-        repeated = distinct if len(distinct) else np.zeros((1, samples.shape[1]))
-        return repeated[np.arange(num_clusters) % len(repeated)]
+        return np.resize(
+            distinct, (num_clusters, samples.shape[1])
+        )  # which repeats them, or is 0 without any
     seeds = _spread_seeds(samples, num_clusters, rng)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # scipy warns about clusters without samples.
@@ -78,15 +79,16 @@ def detection_anchors(
     Raises:
         ValueError: a frame has no ``gt_boxes``, or no frame has a box within ``max_distance``.
     """
-    centers = [boxes[:, :3] for boxes in _values(infos, "gt_boxes")]
-    points = np.concatenate([np.zeros((0, 3)), *centers])
+    points = np.concatenate([np.zeros((0, 7)), *_values(infos, "gt_boxes")])[:, :3]
     points = points[_are_within(points, max_distance)]
     if not len(points):
         raise InvalidInputError(
             f"none of {len(infos)} frames has a box within {max_distance} m (max_distance)"
         )
-    rest = np.tile([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], (num_anchors, 1))
-    return np.concatenate([cluster(points, num_anchors, seed), rest], axis=1)
+    anchors = np.zeros((num_anchors, 11))
+    anchors[:, :3] = cluster(points, num_anchors, seed)
+    anchors[:, 3:7] = 1
+    return anchors
 
 
 def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, seed: int = 0) -> np.ndarray:
@@ -105,9 +107,8 @@ def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, s
                 means += [part[:, :2].mean(axis=0) for part in cut_to_region(line, label == 0)]
     if not means:
         raise InvalidInputError(f"none of {len(infos)} frames has a line in map_annos within the region")
-    ahead = np.linspace(-_MAP_ANCHOR_LENGTH_M / 2, _MAP_ANCHOR_LENGTH_M / 2, num_points)
-    offsets = np.stack([np.zeros(num_points), ahead], axis=-1)
-    return cluster(np.array(means).reshape(-1, 2), num_anchors, seed)[:, None] + offsets
+    offsets = np.linspace((0, -_HALF_MAP_ANCHOR_M), (0, _HALF_MAP_ANCHOR_M), num_points)
+    return cluster(np.array(means), num_anchors, seed)[:, None] + offsets
 
 
 def motion_anchors(
@@ -127,7 +128,8 @@ def motion_anchors(
         if not len(boxes):
             continue
         futures, masks, names = (
-            _value(info, key, len(boxes)) for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
+            _value(info, key, {"n": len(boxes)})
+            for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
         )
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & _are_within(boxes, max_distance)
@@ -170,11 +172,11 @@ def _values(infos: Sequence[dict], key: str) -> list:
     return [_value(info, key) for info in infos]
 
 
-def _value(info: dict, key: str, num_boxes: int | None = None) -> Any:
-    """Return the checked value of a key that the frame must have. Boxes have seven columns."""
+def _value(info: dict, key: str, sizes: dict | None = None) -> Any:
+    """Return the checked value of a key that the frame must have, see :func:`value_of`. Boxes have seven columns."""
     where = f"frame {info.get('token', 'without a token')}"
     # Here, boxes may come without names.
-    value = value_of({key: info.get(key)}, key, where, {} if num_boxes is None else {"n": num_boxes})
+    value = value_of({key: info.get(key)}, key, where, sizes)
     if value is None:
         raise InvalidInputError(f"{where}: {key} is missing")
     return value[:, :7] if key == "gt_boxes" else value
