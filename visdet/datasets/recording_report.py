@@ -44,12 +44,13 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         map_classes=[str(label) for label in range(max(labels) + 1)],
         num_cameras=len(cameras),
     )
+    infos = [dataset.get_info(index) for index in range(len(dataset))]
     boxes: Counter[str] = Counter()
     used: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     size: tuple[int, int] | None = None
-    for index in range(len(dataset)):
-        info, record = dataset.get_info(index), dataset.get_data_info(index)
+    for index, info in enumerate(infos):
+        record = dataset.get_data_info(index)
         boxes.update(map(str, info.get("gt_names", ())))
         used.update(map(str, record.get("gt_names", ())))
         for label, of_class in info.get("map_annos", {}).items():
@@ -59,45 +60,47 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: "
             with open_image(name, where=where) as image:  # Its pixels are not decoded.
-                _, (width, height) = sizes_of(image)
-            size = size or (width, height)
-            if (width, height) != size:
+                _, stored = sizes_of(image)
+            size = size or stored
+            if stored != size:
+                (width, height), (W, H) = stored, size
                 raise InvalidInputError(
-                    f"{where}{name} is {width} x {height} pixels, but other images are {size[0]} x {size[1]}"
+                    f"{where}{name} is {width} x {height} pixels, but other images are {W} x {H}"
                 )
         cloud = record["pts_filename"]
         if cloud is not None and not Path(cloud).exists():
             raise MissingFileError(f"frame {info['token']} of {path}: lidar_path {cloud} does not exist")
-    return _lines(dataset, boxes, used, lines, size or (0, 0))
+    return _lines(dataset, infos, boxes, used, lines, size or (0, 0))
 
 
 def _lines(
     dataset: NuScenes3DDetTrackDataset,
+    infos: list[dict],
     boxes: Counter[str],
     used: Counter[str],
     lines: Counter[str],
     size: tuple[int, int],
 ) -> list[str]:
-    infos = [dataset.get_info(index) for index in range(len(dataset))]
     times = np.array([info["timestamp"] for info in infos], dtype=np.int64)
     in_all = set(infos[0]).intersection(*infos)
     absent = [key.name for key in FRAME_KEYS if key.name not in in_all]
     times_of_scene = np.split(times, dataset.scene_starts[1:])
     seconds = np.concatenate([np.diff(part) for part in times_of_scene]) / 1e6
+    names, (width, height) = sorted(boxes), size
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""
-    counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in sorted(boxes))
+    counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in names)
     return [
         f"{len(dataset)} frames in {len(dataset.scene_starts)} scenes{rate}",
         *_future_lines(infos, times_of_scene, seconds),
-        f"cameras: {', '.join(dataset.get_info(0)['cams'])}",
+        f"cameras: {', '.join(infos[0]['cams'])}",
         f"boxes: {counts or 'none'}",
         f"map lines: {lines['all']}, of which {lines['cut']} are cut and {lines['left out']} left out, as they are "
         f"beyond the region of {REGION_M[0]:g} x {REGION_M[1]:g} m (VectorizeMap's roi_size)",
         f"keys that not every frame has: {', '.join(absent) or 'none'}",
         "for the config:",
-        f"class_names = {sorted(boxes)}",
+        f"class_names = {names}",
         f"num_cameras = {dataset.num_cameras}",
-        f"image_width, image_height = {size[0]}, {size[1]}",
+        f"image_width, image_height = {width}, {height}",
     ]
 
 
