@@ -6,14 +6,32 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import torch
+
 Size = tuple[int, int]  # (height, width)
 
-_draws: ContextVar[Random | None] = ContextVar("visdet_sample_draws", default=None)
+
+class TorchDraws(Random):
+    """The random numbers of torch's global generator."""
+
+    def random(self) -> float:
+        return torch.rand((), dtype=torch.float64).item()
+
+    def uniform(self, a: float, b: float) -> float:
+        return a + (b - a) * torch.rand(()).item()
+
+    def randint(self, a: int, b: int) -> int:
+        return int(torch.randint(a, b + 1, ()))
+
+
+TORCH_DRAWS = TorchDraws()
+
+_draws: ContextVar[Random] = ContextVar("visdet_sample_draws", default=TORCH_DRAWS)
 _read: ContextVar["BatchPlan | None"] = ContextVar("visdet_batch_read", default=None)
 
 
-def sample_draws() -> Random | None:
-    """Return the random numbers of the sample that is being read, or None if it was not planned.
+def sample_draws() -> Random:
+    """Return the random numbers of the sample that is being read, or those of torch if it was not planned.
 
     Transforms that change the size of an image draw from them, so that the size is known before the image is read.
     """
@@ -77,7 +95,7 @@ class PlannedBatch(list):
                 yield index
             _read.set(self.plan)
         finally:
-            _draws.set(None)
+            _draws.set(TORCH_DRAWS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedBatch, (self[:], self.seeds, self.plan)

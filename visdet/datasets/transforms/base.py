@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar
 
-import torch
 from mmengine.dataset import Compose
 
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import TRANSFORMS
-from visdet.structures.planned_batch import sample_draws
+from visdet.structures.planned_batch import TORCH_DRAWS, sample_draws
 
 # What the names of results begin with, which other transforms read.
 _RESULTS = ("img", "ori_shape", "gt_", "instances", "points", "lidar")
@@ -74,8 +73,8 @@ class DrawnTransform(BaseTransform):
     """Applies a transform or a pipeline that it draws."""
 
     @abstractmethod
-    def _drawn(self, rng: Random | None) -> Any:
-        """Return what to apply, drawn from ``rng``, or from torch's generator if it is None."""
+    def _drawn(self, rng: Random) -> Any:
+        """Return what to apply, drawn from ``rng``."""
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
         return planned_size(self._drawn(rng), size, rng)
@@ -110,26 +109,5 @@ def pair(value: Any) -> Any:
     return None if value is None else (value, value)
 
 
-# The random numbers come from torch's global generator if ``rng`` is None.
-
-
-def uniform(low: float, high: float, *, rng: Random | None = None) -> float:
-    """Return a number drawn uniformly from [low, high)."""
-    return low + (high - low) * (torch.rand(()).item() if rng is None else rng.random())
-
-
-def uniform_int(low: int, high: int, *, rng: Random | None = None) -> int:
-    """Return an integer drawn uniformly from low..high, including both."""
-    return int(torch.randint(low, high + 1, ())) if rng is None else rng.randint(low, high)
-
-
-def choose(probabilities: Sequence[float], *, rng: Random | None = None) -> int:
-    """Return a position that is drawn with the given probabilities, whose sum counts as one."""
-    part = torch.rand((), dtype=torch.float64).item() if rng is None else rng.random()
-    rest = part * sum(probabilities)
-    for index, probability in enumerate(probabilities):
-        rest -= probability
-        if rest < 0:
-            return index
-    # The sum was rounded.
-    return max(index for index, probability in enumerate(probabilities) if probability > 0)
+# Whatever does not change the size of an image draws from torch's generator.
+uniform, uniform_int = TORCH_DRAWS.uniform, TORCH_DRAWS.randint

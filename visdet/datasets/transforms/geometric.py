@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, choose, pair, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, pair
 from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
@@ -121,8 +121,8 @@ class RandomChoiceResize(DrawnTransform):
         self.scales = list(given) if are_several else [given]
         self._resizes = [Resize(scale, **resize_kwargs) for scale in self.scales]
 
-    def _drawn(self, rng: Random | None) -> BaseTransform:
-        return self._resizes[uniform_int(0, len(self._resizes) - 1, rng=rng)]
+    def _drawn(self, rng: Random) -> BaseTransform:
+        return self._resizes[rng.randint(0, len(self._resizes) - 1)]
 
 
 @TRANSFORMS.register_module()
@@ -160,14 +160,13 @@ class RandomResize(DrawnTransform):
     def _build(self, scale: tuple[Above0, Above0]) -> BaseTransform:
         return Resize(scale, **self._resize_kwargs)
 
-    def _drawn(self, rng: Random | None) -> BaseTransform:
+    def _drawn(self, rng: Random) -> BaseTransform:
         if self.ratio_range is not None:
-            ratio = uniform(*self.ratio_range, rng=rng)
+            ratio = rng.uniform(*self.ratio_range)
             width, height = (int(side * ratio) for side in self.scale)
         else:
             width, height = (
-                uniform_int(int(min(sides)), int(max(sides)), rng=rng)
-                for sides in zip(*self.scale, strict=True)
+                rng.randint(int(min(sides)), int(max(sides))) for sides in zip(*self.scale, strict=True)
             )
         return self._build((width, height))
 
@@ -200,11 +199,11 @@ class RandomFlip(BaseTransform):
         self._probs = [*probs, max(1.0 - sum(probs), 0.0)]
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
-        choose(self._probs, rng=rng)
+        rng.random()
         return size
 
     def transform(self, results: dict) -> dict:
-        direction = self._directions[choose(self._probs, rng=sample_draws())]
+        [direction] = sample_draws().choices(self._directions, self._probs)
         results["flip"] = direction is not None
         results["flip_direction"] = direction
         for flip, other in ((F.horizontal_flip, "vertical"), (F.vertical_flip, "horizontal")):
@@ -250,20 +249,20 @@ class RandomCrop(BaseTransform):
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
 
-    def _drawn(self, size: tuple[int, int], rng: Random | None) -> tuple[int, int, int, int]:
+    def _drawn(self, size: tuple[int, int], rng: Random) -> tuple[int, int, int, int]:
         """Return the (top, left, height, width) of the crop of an image of the (height, width) ``size``."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
             height, width = min(second, size[0]), min(first, size[1])
         elif self.crop_type == "absolute_range":
-            height, width = (uniform_int(min(first, side), min(second, side), rng=rng) for side in size)
+            height, width = (rng.randint(min(first, side), min(second, side)) for side in size)
         else:
             parts = [second, first]
             if self.crop_type == "relative_range":
-                parts = [uniform(least, 1, rng=rng) for least in self.crop_size]
+                parts = [rng.uniform(least, 1) for least in self.crop_size]
             height, width = (max(1, int(side * part + 0.5)) for side, part in zip(size, parts, strict=True))
-        top = uniform_int(0, size[0] - height, rng=rng)
-        return top, uniform_int(0, size[1] - width, rng=rng), height, width
+        top = rng.randint(0, size[0] - height)
+        return top, rng.randint(0, size[1] - width), height, width
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
         return self._drawn(size, rng)[2:]

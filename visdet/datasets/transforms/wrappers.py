@@ -17,7 +17,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, built, choose, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, built, uniform, uniform_int
 from .tv_results import PER_BOX, clipped, moved, set_image, set_large_boxes
 
 
@@ -45,10 +45,9 @@ class RandomChoice(DrawnTransform):
         listed = [steps if isinstance(steps, (list, tuple)) else [steps] for steps in transforms]
         self.transforms = [Compose(built(steps)) for steps in listed]  # type: ignore[arg-type]
 
-    def _drawn(self, rng: Random | None) -> Compose:
-        number = len(self.transforms)
-        probabilities = self.prob or [1 / number] * number
-        return self.transforms[choose(probabilities, rng=rng)]
+    def _drawn(self, rng: Random) -> Compose:
+        [drawn] = rng.choices(self.transforms, self.prob)
+        return drawn
 
 
 @TRANSFORMS.register_module()
@@ -182,10 +181,10 @@ class Mosaic(MixingTransform):
         self.size = size
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
-        return (self.size[1], self.size[0]) if uniform(0, 1, rng=rng) < self.prob else size
+        return (self.size[1], self.size[0]) if rng.uniform(0, 1) < self.prob else size
 
     def transform(self, results: dict) -> dict:
-        if uniform(0, 1, rng=sample_draws()) >= self.prob:
+        if sample_draws().uniform(0, 1) >= self.prob:
             return results
         parts = [dict(results), *self.others(results, 3)]
         (width, height), (x, y) = self.size, (int(side * uniform(0.3, 0.7)) for side in self.size)
