@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import cv2
 import numpy as np
@@ -15,15 +15,11 @@ from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, reading
 from visdet.files.images import opened, orientation_of, sizes_of, to_rgb, turned
 from visdet.registry import TRANSFORMS
-from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform
 
-_REDUCTIONS = (
-    8,
-    4,
-    2,
-)  # what libjpeg can divide the sides of an image by while it decodes, the largest first
+# What libjpeg can divide the sides of an image by while it decodes, the largest first.
+_REDUCTIONS = (8, 4, 2)
 
 
 @TRANSFORMS.register_module()
@@ -66,7 +62,7 @@ class LoadMultiViewImageFromFiles(BaseTransform):
             self._read(path, name, results.get("token"), resize)
             for name, path in zip(names, paths, strict=True)
         ]
-        images, sizes = [image for image, _ in read], [size for _, size in read]
+        images, sizes = map(list, zip(*read, strict=True))
         results |= {"img": images, "filename": paths, "ori_shape": sizes}
         results["img_shape"] = [image.shape[:2] for image in images]
         if self.reduces:
@@ -81,11 +77,10 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         with opened("LoadMultiViewImageFromFiles", path, self.backend_args, of=of) as picture:
             shown, stored = sizes_of(picture)
             width, height = shown if self.turns else stored
-            divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
-            if divisor and not (self.turns and orientation_of(picture) != 1):
-                picture.draft(
-                    "RGB", (width // divisor, height // divisor)
-                )  # It has no effect on other formats.
+            divisor = _reduction(resize)
+            if divisor > 1 and not (self.turns and orientation_of(picture) != 1):
+                # It has no effect on other formats.
+                picture.draft("RGB", (width // divisor, height // divisor))
             rgb = to_rgb(turned(picture, self.turns), "LoadMultiViewImageFromFiles", path)
         return cv2.cvtColor(rgb, cv2.COLOR_RGB2BGR), (height, width)
 
@@ -177,20 +172,18 @@ class MultiScaleDepthMapGenerator(BaseTransform):
         maps: list[list[np.ndarray]] = [[] for _ in self.downsample]
         for projection, (height, width) in zip(results["lidar2img"], results["img_shape"], strict=True):
             matrix = projection[:3].astype(np.float32)
-            x, y, depth = matrix[:, :3] @ points + matrix[:, 3:]
-            near = depth >= 0.1
-            depth = depth[near]
-            u, v = np.floor(x[near] / depth), np.floor(y[near] / depth)
-            inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
+            seen = matrix[:, :3] @ points + matrix[:, 3:]
+            seen = seen[:, seen[2] >= 0.1]
+            depth = seen[2]
+            pixels = np.floor(seen[:2] / depth)
+            inside = np.flatnonzero(((pixels >= 0) & (pixels < [[width], [height]])).all(axis=0))
             inside = inside[np.argsort(-depth[inside], kind="stable")]  # The nearest is drawn last.
-            u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
+            u, v = pixels[:, inside].astype(np.int64)
             depth = np.minimum(depth[inside], self.max_depth)
             for level, stride in zip(maps, self.downsample, strict=True):
                 # A backbone rounds up, and so does this.
-                size = (math.ceil(height / stride), math.ceil(width / stride))
-                rows, columns = v // stride, u // stride
-                level.append(np.full(size, -1, np.float32))
-                level[-1][rows, columns] = depth
+                level.append(np.full((math.ceil(height / stride), math.ceil(width / stride)), -1, np.float32))
+                level[-1][v // stride, u // stride] = depth
         results["gt_depth"] = [np.stack(level) for level in maps]
         return results
 
@@ -226,20 +219,21 @@ class ResizeCropFlipImage(BaseTransform):
 
     def _compare_size(self, size: tuple[int, int], config: dict, results: dict) -> None:
         """Warn once if an image does not have the size that the crop was computed for."""
-        factor, expected = config.get("resize", 1), config.get("resize_dims")
+        factor = config.get("resize", 1)
+        expected: Any = config.get("resize_dims")
         height, width = size
-        if expected is None or (int(width * factor), int(height * factor)) == tuple(expected):
+        fits = expected is None or (int(width * factor), int(height * factor)) == tuple(expected)
+        if fits or self._has_warned:
             return
-        if not self._has_warned:
-            self._has_warned = True
-            H, W = (round(size / factor) for size in reversed(expected))
-            print_log(
-                f"ResizeCropFlipImage: frame {results.get('token')} has an image of {width} x {height} pixels, but "
-                f"data_aug_conf of the data set says W = {W}, H = {H}. The crop may lie outside the image, where it is "
-                "black",
-                logger="current",
-                level=logging.WARNING,
-            )
+        self._has_warned = True
+        W, H = (round(side / factor) for side in expected)
+        print_log(
+            f"ResizeCropFlipImage: frame {results.get('token')} has an image of {width} x {height} pixels, but "
+            f"data_aug_conf of the data set says W = {W}, H = {H}. The crop may lie outside the image, where it is "
+            "black",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -253,20 +247,17 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     resize = config.get("resize", 1)
     resized = (int(width * resize), int(height * resize))
     left, top, right, bottom = config.get("crop", (0, 0, *resized))
-    new_size = (right - left, bottom - top)
-    flip, degrees = config.get("flip", False), config.get("rotate", 0)
-    matrix = np.eye(4)
-    matrix[:2, :2] *= resize
+    new_width, new_height = right - left, bottom - top
+    matrix = np.diag([resize, resize, 1.0, 1.0])
     matrix[:2, 2] -= (left, top)
-    if flip:
-        matrix = np.diag([-1.0, 1.0, 1.0, 1.0]) @ matrix
-        matrix[0, 2] += right - left
-    center = np.array(new_size) / 2
+    if config.get("flip", False):
+        matrix[0] *= -1
+        matrix[0, 2] += new_width
     rotation = np.eye(4)
-    rotation[:2, :2] = turn_about_z(np.deg2rad(-degrees))
-    rotation[:2, 2] = center - rotation[:2, :2] @ center
+    center = (new_width / 2, new_height / 2)
+    rotation[:2, :3] = cv2.getRotationMatrix2D(center, config.get("rotate", 0), 1.0)
     matrix = rotation @ matrix
-    divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), 1)
+    divisor = _reduction(resize)
     if image.shape[:2] == size and divisor > 1:
         image = np.asarray(Image.fromarray(image).reduce(divisor))
     # One step, which shrinks the image by a factor of 2 at most. The centre of OpenCV's first pixel is 0.
@@ -274,7 +265,12 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     centres = np.array([[divisor, 0, divisor / 2], [0, divisor, divisor / 2], [0, 0, 1]])
     whole = matrix[:2, :3] @ centres
     whole[:, 2] -= 0.5
-    return cv2.warpAffine(image, whole, new_size, flags=cv2.INTER_LINEAR), matrix
+    return cv2.warpAffine(image, whole, (new_width, new_height), flags=cv2.INTER_LINEAR), matrix
+
+
+def _reduction(resize: float) -> int:
+    """Return by how much an image may be divided before it is resized by a factor, 1 for not at all."""
+    return next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), 1)
 
 
 @TRANSFORMS.register_module()
