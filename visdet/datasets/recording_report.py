@@ -9,9 +9,9 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.files.images import open_image, sizes_of
 from visdet.structures.polylines import REGION_M, cut_to_region
 
-from .frame_records import FRAME_KEYS, lidar_to_global
+from .frame_records import FRAME_KEYS, check_frame, lidar_to_global
 from .future_steps import STEP_S, coming_steps, has_step_rate
-from .info_files import load_infos
+from .info_files import load_infos, sort_frames
 from .nuscenes import NuScenes3DDetTrackDataset
 
 _WRONG_PATH_M = 1.0
@@ -29,29 +29,26 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
     Raises:
         UserError: a record, or a file that it names, cannot be used. The message names it.
     """
-    found = [info for info in load_infos(path)[0] if isinstance(info, dict)]
-    cameras = next((info["cams"] for info in found if info.get("cams")), ())
-    labels: set[int] = {2}
-    all_names: set[str] = set()
-    for info in found:
-        labels.update(label for label in info.get("map_annos") or () if isinstance(label, int))
-        all_names.update(map(str, np.ravel(info.get("gt_names", ()))))
-    names = sorted(all_names)
-    dataset = NuScenes3DDetTrackDataset(
-        path,
-        data_root=data_root,
-        classes=names or None,
-        map_classes=[str(label) for label in range(max(labels) + 1)],
-        num_cameras=len(cameras),
-    )
-    infos = [dataset.get_info(index) for index in range(len(dataset))]
+    unchecked, _ = load_infos(path)
+    order, _, times = sort_frames(unchecked, path)
+    infos = [check_frame(unchecked[number], path, number) for number in order.tolist()]
     boxes: Counter[str] = Counter()
     used: Counter[str] = Counter()
     lines: Counter[str] = Counter()
+    labels: set[int] = {2}
+    for info in infos:
+        boxes.update(map(str, info.get("gt_names", ())))
+        labels.update(info.get("map_annos", ()))
+    dataset = NuScenes3DDetTrackDataset(
+        path,
+        data_root=data_root,
+        classes=sorted(boxes) or None,
+        map_classes=[str(label) for label in range(max(labels) + 1)],
+        num_cameras=max(len(info["cams"]) for info in infos),
+    )
     size: tuple[int, int] | None = None
     for index, info in enumerate(infos):
         record = dataset.get_data_info(index)
-        boxes.update(map(str, info.get("gt_names", ())))
         used.update(map(str, record.get("gt_names", ())))
         for label, of_class in info.get("map_annos", {}).items():
             for line in of_class:
@@ -70,27 +67,27 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         cloud = record["pts_filename"]
         if cloud is not None and not Path(cloud).exists():
             raise MissingFileError(f"frame {info['token']} of {path}: lidar_path {cloud} does not exist")
-    return _lines(dataset, infos, boxes, used, lines, size or (0, 0))
+    times_of_scene = np.split(times, dataset.scene_starts[1:])
+    return _lines(dataset, infos, times_of_scene, boxes, used, lines, size or (0, 0))
 
 
 def _lines(
     dataset: NuScenes3DDetTrackDataset,
     infos: list[dict],
+    times_of_scene: list[np.ndarray],
     boxes: Counter[str],
     used: Counter[str],
     lines: Counter[str],
     size: tuple[int, int],
 ) -> list[str]:
-    times = np.array([info["timestamp"] for info in infos], dtype=np.int64)
     in_all = set(infos[0]).intersection(*infos)
     absent = [key.name for key in FRAME_KEYS if key.name not in in_all]
-    times_of_scene = np.split(times, dataset.scene_starts[1:])
     seconds = np.concatenate([np.diff(part) for part in times_of_scene]) / 1e6
     names, (width, height) = sorted(boxes), size
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""
     counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in names)
     return [
-        f"{len(dataset)} frames in {len(dataset.scene_starts)} scenes{rate}",
+        f"{len(infos)} frames in {len(times_of_scene)} scenes{rate}",
         *_future_lines(infos, times_of_scene, seconds),
         f"cameras: {', '.join(infos[0]['cams'])}",
         f"boxes: {counts or 'none'}",
