@@ -11,7 +11,7 @@ def drawn_augmentation(
 ) -> dict[str, Any]:
     """Return the resize factor, crop, flip and rotations of a frame.
 
-    In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their middle and, by
+    In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their share_left and, by
     ``bot_pct_lim``, their bottom.
 
     Args:
@@ -22,9 +22,9 @@ def drawn_augmentation(
     height, width = conf["H"], conf["W"]
     final_height, final_width = conf["final_dim"]
     if test_mode:
-        rng = None
         resize = max(final_height / height, final_width / width)
-        bottom, flip, rotate, rotate_3d = float(np.mean(conf["bot_pct_lim"])), False, 0.0, 0.0
+        bottom, share_left = float(np.mean(conf["bot_pct_lim"])), 0.5
+        flip, rotate, rotate_3d = False, 0.0, 0.0
     else:
         rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
         resize = rng.uniform(*conf["resize_lim"])
@@ -32,10 +32,10 @@ def drawn_augmentation(
         flip = bool(conf["rand_flip"] and rng.integers(2))
         rotate = rng.uniform(*conf["rot_lim"])
         rotate_3d = rng.uniform(*conf["rot3d_range"])
+        share_left = rng.random()
     new_width, new_height = int(width * resize), int(height * resize)
     top = int((1 - bottom) * new_height) - final_height
-    spare = max(0, new_width - final_width)
-    left = spare // 2 if rng is None else int(rng.uniform(0, spare))
+    left = int(share_left * max(0, new_width - final_width))
     return {
         "resize": resize,
         "resize_dims": (new_width, new_height),

@@ -167,7 +167,7 @@ class CocoDataset(BaseDataset):
 
     def load_data_list(self) -> list[dict]:
         """Return one record per image in the order of the file, after all boxes have been checked."""
-        is_coco = tuple(self.metainfo["classes"]) == COCO_CLASSES
+        is_coco = self.metainfo["classes"] == COCO_CLASSES
         with where_to_get(_WHERE_COCO_IS.format(self.data_root or ".") if is_coco else _WHERE_DATA_ARE_NAMED):
             content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
         folder = self.data_prefix["img"]
@@ -399,14 +399,14 @@ def clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | N
 
     The box is ``None`` if it is not usable. The second value is ``None`` if nothing is wrong.
     """
-    x, y, w, h = annotation["bbox"]
-    if w < _MIN_SIDE_PX or h < _MIN_SIDE_PX:
+    left, top, w, h = annotation["bbox"]
+    if min(w, h) < _MIN_SIDE_PX:
         return None, f"under {_MIN_SIDE_PX:g} pixel wide or high"
-    area = annotation.get("area")
-    if area is not None and area <= 0:
+    if box_area(annotation) <= 0:
         return None, "of zero area"
-    box = [max(x, 0.0), max(y, 0.0), min(x + w, float(width)), min(y + h, float(height))]
-    if box[2] <= box[0] or box[3] <= box[1]:
+    right, bottom = left + w, top + h
+    x1, y1, x2, y2 = max(left, 0.0), max(top, 0.0), min(right, float(width)), min(bottom, float(height))
+    if x2 <= x1 or y2 <= y1:
         return None, "outside their image"
-    overhang = max(-x, -y, x + w - width, y + h - height)
-    return box, "clipped" if overhang > _OVERHANG_PX else None
+    overhang = max(-left, -top, right - width, bottom - height)
+    return [x1, y1, x2, y2], "clipped" if overhang > _OVERHANG_PX else None

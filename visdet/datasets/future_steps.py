@@ -71,9 +71,10 @@ def coming_steps(
     steps: list[Moment] = []
     for number in range(1, num_steps + 1):
         time = times[here] + number * step_us
-        nearest = int(np.abs(times - time).argmin())
+        distances = np.abs(times - time)
+        nearest = int(distances.argmin())
         after = int(np.searchsorted(times, time))
-        if abs(times[nearest] - time) < tolerance_us:
+        if distances[nearest] < tolerance_us:
             steps.append(Moment(nearest, nearest, 0.0))
             continue
         before = after - 1

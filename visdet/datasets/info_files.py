@@ -59,12 +59,12 @@ class InfoTable(Sequence):
         return len(self._ends)
 
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        start = self._ends[index - 1] if index else 0
-        with _of_plain_types(f"frame {index} of info file {self._file}"):
-            return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[index]].tobytes()))
+        place = range(len(self))[index]
+        if isinstance(place, range):
+            return [self[i] for i in place]
+        start = self._ends[place - 1] if place else 0
+        with _of_plain_types(f"frame {place} of info file {self._file}"):
+            return load_numpy_pickle(io.BytesIO(self._content[start : self._ends[place]].tobytes()))
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:

@@ -58,10 +58,10 @@ def choose_sizes(images: Sequence[Size], max_sizes: int, are_all: bool = False) 
 
     while len(chosen) < max_sizes and add_best():
         pass
-    for position in list(range(len(tops), len(chosen))) * _ROUNDS:
-        chosen.pop(position)
+    first = len(tops)
+    for _ in range(_ROUNDS * (len(chosen) - first)):
+        chosen.pop(first)  # the one that was chosen first
         add_best()
-        chosen.insert(position, chosen.pop())
     sizes = {tuple(candidates[k].tolist()) for k in chosen}
     return tuple(sorted(sorted(sizes), key=area))
 

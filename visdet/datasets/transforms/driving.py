@@ -51,10 +51,8 @@ class BBoxRotation(BaseTransform):
         turn = np.eye(4)
         turn[:2, :2] = turn_about_z(angle)
         back, turn_xy = inverse_pose(turn), turn[:2, :2].T
-        if "lidar2img" in results:
-            results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
-        if "lidar2global" in results:
-            results["lidar2global"] = results["lidar2global"] @ back
+        results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
+        results["lidar2global"] = results["lidar2global"] @ back
         for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):
             if boxes is not None:
                 boxes[:] = moved_boxes(boxes, turn)
@@ -64,12 +62,11 @@ class BBoxRotation(BaseTransform):
         if "map_annos" in results:
             turned = {}
             for label, lines in results["map_annos"].items():
-                turned[label] = [np.asarray(line)[:, :2] @ turn_xy for line in lines]
+                turned[label] = [line[:, :2] @ turn_xy for line in lines]
             results["map_annos"] = turned
         if "points" in results:
-            points = results["points"].copy()
-            points[:, :2] = points[:, :2] @ turn_xy
-            results["points"] = points
+            places = results["points"][:, :2]
+            places[:] = places @ turn_xy
         return results
 
 
@@ -184,7 +181,7 @@ class VectorizeMap(BaseTransform):
         labels, lines = [], []
         for label, annotated in results["map_annos"].items():
             for line in annotated:
-                whole = np.asarray(line, dtype=np.float64)[:, : self.coords_dim]
+                whole = line[:, : self.coords_dim]
                 # One point is what a map's border has left of a line.
                 for part in cut_to_region(whole, label == 0, self.roi_size) if len(line) > 1 else ():
                     labels.append(int(label))
@@ -316,8 +313,6 @@ class PackDrivingInputs(BaseTransform):
             raise UnknownNameError(
                 f"PackDrivingInputs: frame {results.get('token')} has no {', '.join(missing)}"
             )
-        sample = DrivingDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
-        for key in keys:
-            if key != "img" and key not in self.meta_keys:
-                sample.set_field(results[key], key)
-        return {"inputs": results["img"], "data_samples": sample}
+        meta = {key: results[key] for key in self.meta_keys if key in results}
+        fields = {key: results[key] for key in keys if key not in ("img", *meta)}
+        return {"inputs": results["img"], "data_samples": DrivingDataSample(metainfo=meta, **fields)}
