@@ -37,8 +37,7 @@ def pose_matrix(
         rotation: a quaternion (w, x, y, z) or a matrix [3, 3].
     """
     matrix = np.eye(4)
-    rotation = np.asarray(rotation, dtype=np.float64)
-    matrix[:3, :3] = rotation if rotation.shape == (3, 3) else rotation_from_quaternion(rotation)
+    matrix[:3, :3] = rotation if np.ndim(rotation) == 2 else rotation_from_quaternion(rotation)
     matrix[:3, 3] = translation
     return matrix
 

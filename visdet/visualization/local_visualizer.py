@@ -116,7 +116,7 @@ class DetLocalVisualizer(SampleVisualizer):
             texts = [
                 f"{text} {score:.2f}" for text, score in zip(texts, instances.scores.tolist(), strict=True)
             ]
-        colours = [colour or tuple(palette[label]) for label in labels]
+        colours = [colour or palette[label] for label in labels]
         boxes = instances.bboxes.to(torch.float64)
         if boxes.shape[1] == 5:
             boxes = boxes_to_polygons(boxes)

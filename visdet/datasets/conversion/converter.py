@@ -77,12 +77,11 @@ def convert(
         raise InvalidInputError(f"{root} has no images with annotations in the format {kind}{found}")
     named = {picture.path.resolve() for picture in read}
     unnamed = [path for path in source.pictures if path.resolve() not in named]
-    if unnamed:
-        left_out.others[f"an image without annotations: {listed(unnamed, 3)}"] += len(unnamed)
+    left_out.others[f"an image without annotations: {listed(unnamed, 3)}"] += len(unnamed)
     num_boxes = sum(len(picture.boxes) for picture in pictures)
     summary, share = left_out.summary(len(pictures), num_boxes)
     if share > left_out_share:
-        lost = listed([*left_out.pictures, *left_out.boxes], 3)
+        lost = listed(left_out.pictures + left_out.boxes, 3)
         raise InvalidInputError(
             f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
         )
@@ -145,8 +144,7 @@ def _readable(pictures: Iterable[Picture], source: Source) -> list[Picture]:
         except UserError as error:
             missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"
             left_out.pictures[f"image {path} {missing}"] += 1
-            if picture.boxes:
-                left_out.boxes["boxes of images that are missing or cannot be read"] += len(picture.boxes)
+            left_out.boxes["boxes of images that are missing or cannot be read"] += len(picture.boxes)
             continue
         if more:
             left_out.others[f"pages or frames of {path} after the first"] += more

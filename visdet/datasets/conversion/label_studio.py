@@ -31,8 +31,8 @@ def read_label_studio(source: Source) -> Iterator[Picture]:
 def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
     path = _path_of(task["data"], file, source)
     picture = Picture(path, source.file_split(path))
-    kept = [entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled")]
-    for item in kept[0] if kept else ():
+    kept = (entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled"))
+    for item in next(kept, ()):
         with counted(source.left_out.boxes, f"a region of {path} in {file}"):
             if item["type"] != "rectanglelabels" or item.get("image_rotation"):
                 raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")

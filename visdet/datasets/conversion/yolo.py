@@ -1,5 +1,6 @@
 """Reading YOLO folders: data.yaml or classes.txt, images, and a text file of boxes for each image."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from visdet.files.yaml_text import load_yaml
 from .source import Box, Picture, Source, checked_box, files_below, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-_IMAGES = "images"
+_IMAGES = re.compile(r"(?is)(.*/)images/")  # The last of the folders of this name becomes that of the labels.
 _CLASSES = ("classes.txt", "obj.names")
 _LABELS = ("labels", "annotations", "Labels")  # beside images; supervision's examples have the second one
 _LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
@@ -117,13 +118,9 @@ def _listed(place: Path, split: str, source: Source) -> Iterator[Path]:
 
 def _label_of(image: Path) -> Path:
     """Return the file of the boxes of an image, which is beside it or in a folder beside that of the images."""
-    beside = image.with_suffix(".txt")
-    places, parts = [beside], beside.parts
-    folders = [position for position, part in enumerate(parts[:-1]) if part.lower() == _IMAGES]
-    if folders:
-        last = folders[-1]
-        places = [Path(*parts[:last], name, *parts[last + 1 :]) for name in _LABELS] + places
-    return next((place for place in places if place.is_file()), places[0])
+    beside = str(image.with_suffix(".txt"))
+    places = [Path(_IMAGES.sub(rf"\1{name}/", beside)) for name in _LABELS]
+    return next((place for place in [*places, Path(beside)] if place.is_file()), places[0])
 
 
 def _box(words: list[str], names: dict[int, Any], has_outlines: bool) -> Box:

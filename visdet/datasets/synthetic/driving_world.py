@@ -70,7 +70,7 @@ class Road:
 
     def nearest_station(self, xy: np.ndarray) -> float:
         """Return the station of the point of the line that is nearest to a place [2] in the world."""
-        return float(self.stations[np.argmin(((self.xy - xy) ** 2).sum(axis=1))])
+        return self.stations[np.argmin(((self.xy - xy) ** 2).sum(axis=1))]
 
     def line(self, offset: float, start: float, stop: float) -> np.ndarray:
         """Return the polyline [n, 2] at ``offset`` from one station to another."""
@@ -142,7 +142,7 @@ def _make_road(rng: np.random.Generator) -> Road:
     start = uniform(-5, 35)
     turn = rng.choice((-1, 0, 1), p=(0.375, 0.25, 0.375))
     curvature = rng.normal(0, 0.001) + turn * bend * _eased(stations, start, length, ease)
-    origin = int(np.argmin(np.abs(stations)))
+    origin = np.argmin(np.abs(stations))
     heading = np.cumsum(curvature) * _STATION_SPACING
     heading = heading - heading[origin] + uniform(-pi, pi)
     xy = np.cumsum(np.stack([np.cos(heading), np.sin(heading)], axis=-1), axis=0) * _STATION_SPACING
