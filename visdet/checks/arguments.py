@@ -225,8 +225,8 @@ def check_texts(target: Callable, arguments: Mapping[str, Any]) -> None:
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or a function, including those that it passes on to its base classes."""
     found: dict[str, inspect.Parameter] = {}
-    bases = target.__mro__ if inspect.isclass(target) else ()
-    for function in [vars(base)["__init__"] for base in bases[:-1] if "__init__" in vars(base)] or [target]:
+    bases = target.__mro__[:-1] if inspect.isclass(target) else ()
+    for function in [base.__init__ for base in bases] or [target]:  # type: ignore[misc]
         parameters = _signature(function).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

@@ -73,12 +73,11 @@ class DrivingDataSample(BaseDataElement):
         return moved
 
     def pin_memory(self) -> "DrivingDataSample":
-        """Return a copy whose tensors are in pinned memory. Data loaders call this."""
-        pinned = self.new()
+        """Move the tensors to pinned memory. Data loaders call this."""
         for name, value in self.items():
             if isinstance(value, Tensor):
-                pinned.set_field(value.pin_memory(), name)
-        return self._with_depth(pinned, Tensor.pin_memory)
+                self.set_field(value.pin_memory(), name)
+        return self._with_depth(self, Tensor.pin_memory)
 
     def _with_depth(
         self, copied: "DrivingDataSample", change: Callable[[Tensor], Tensor]

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+FIXED_POINT_BITS = 4
+
 
 def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the rotation matrix [3, 3] of a quaternion (w, x, y, z) of any length but zero.
@@ -68,6 +70,15 @@ def yaw_of(pose: np.ndarray) -> float:
 def projected(points: np.ndarray) -> np.ndarray:
     """Return the places [..., 2] in an image of points [..., >= 3], whose third number divides the first two."""
     return points[..., :2] / points[..., 2:3]
+
+
+def fixed_point(pixels: np.ndarray) -> np.ndarray:
+    """Return the numbers with FIXED_POINT_BITS fractional bits by which OpenCV draws at parts of a pixel, int32.
+
+    Args:
+        pixels: places in whose coordinates the centre of the first pixel is 0. Those far away are drawn nearer.
+    """
+    return np.round(np.clip(pixels, -4000, 4000) * 2**FIXED_POINT_BITS).astype(np.int32)
 
 
 def moved_points(points: np.ndarray, pose: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Pictures of driving frames, which show the boxes in the camera views and a top view of the scene."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from visdet.structures import DrivingDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import parts_inside
-from visdet.structures.poses import box_corners, moved_points, projected
+from visdet.structures.poses import FIXED_POINT_BITS, box_corners, fixed_point, moved_points, projected
 
 from .drawing import contact_sheet, text_width, write_text
 
@@ -128,8 +128,8 @@ def _least(thresholds: float | np.ndarray, labels: np.ndarray) -> Any:
 
 
 def draw_frame(
-    images: Sequence[np.ndarray],
-    lidar2img: Sequence[np.ndarray],
+    images: Iterable[np.ndarray],
+    lidar2img: Iterable[np.ndarray],
     cam_names: Sequence[str],
     classes: Sequence[str],
     prediction: Scene | None = None,
@@ -215,9 +215,8 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
 def _draw_edge(view: np.ndarray, edge: np.ndarray, color: Color) -> None:
     """Draw the part of an edge [2, 3] that is in front of the camera. Its ends are in homogeneous pixels."""
     for part in parts_inside(edge, edge[:, 2] - _NEAR):
-        ends = projected(part) - 0.5  # The centre of OpenCV's first pixel is 0.
-        pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
-        cv2.line(view, pixels[0], pixels[-1], color, 1, cv2.LINE_AA)
+        ends = fixed_point(projected(part) - 0.5)  # The centre of OpenCV's first pixel is 0.
+        cv2.line(view, ends[0], ends[-1], color, 1, cv2.LINE_AA, FIXED_POINT_BITS)
 
 
 def _draw_from_above(
@@ -237,15 +236,14 @@ def _draw_from_above(
     scale = min(width, height) / (2 * reach)
 
     def pixels(points: np.ndarray) -> np.ndarray:
-        moved = np.array([width, height]) / 2 + points[..., :2] * (scale, -scale)
-        return np.round(moved.clip(-1e4, 1e4) * 16).astype(np.int32)
+        return fixed_point(np.array([width, height]) / 2 + points[..., :2] * (scale, -scale))
 
     def path(points: np.ndarray, color: Color, thickness: int = 1, closed: bool = False) -> None:
-        cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, 4)
+        cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, FIXED_POINT_BITS)
 
     for distance in range(10, int(reach) + 1, 10):
-        radius = round(distance * scale * 16)
-        cv2.circle(canvas, (width * 8, height * 8), radius, (48, 52, 58), 1, cv2.LINE_AA, 4)
+        radius = round(distance * scale)
+        cv2.circle(canvas, (width // 2, height // 2), radius, (48, 52, 58), 1, cv2.LINE_AA)
     for kind, line in scene.lines:
         path(line, MAP_COLORS[kind % len(MAP_COLORS)], 2)
     for index, corners in enumerate(box_corners(boxes)[:, :4, :2]):
@@ -255,10 +253,10 @@ def _draw_from_above(
             path(np.vstack([center, future]), [round(part * (0.25 + 0.6 * weight)) for part in color])
         path(corners, color, 2, closed=True)
         path(np.stack([center, corners[:2].mean(axis=0)]), color)
-        x, y = (pixels(corners[0]) // 16).tolist()
+        x, y = (pixels(corners[0]) >> FIXED_POINT_BITS).tolist()
         write_text(canvas, scene.number(index), (x + 2, y), 10)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
-    cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
+    cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, FIXED_POINT_BITS)
     plans = [(true_plan, TRUTH_COLOR, 4), (plan, PLAN_COLOR, 2)]
     for places, color, thickness in plans[:1] if plan is true_plan else plans:
         if places is not None:

@@ -52,7 +52,7 @@ class DrivingVisualizer(SampleVisualizer):
         """
         sample = data_sample.detach().cpu()
         get = sample.get
-        views = list(map(as_bytes, image))
+        views = as_bytes(image)
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
         meta = self.dataset_meta or {}

@@ -7,7 +7,15 @@ import cv2
 import numpy as np
 
 from visdet.structures.polylines import polygon_inside
-from visdet.structures.poses import box_corners, projected, seen_from, turn_about_z, yaw_of
+from visdet.structures.poses import (
+    FIXED_POINT_BITS,
+    box_corners,
+    fixed_point,
+    projected,
+    seen_from,
+    turn_about_z,
+    yaw_of,
+)
 
 from .driving_world import World
 
@@ -18,7 +26,6 @@ _MOST_POINTS = 34_720  # a sweep of nuScenes' lidar has as many
 _MAP_RANGE = 56.0  # the ground is painted up to this distance in metres
 _MAP_RESOLUTION = 0.2
 _MAP_SIZE = round(2 * _MAP_RANGE / _MAP_RESOLUTION)
-_SUBPIXEL = 4  # fractional bits of cv2's fixed-point coordinates
 _NOISE = 8
 _WHITE = (240, 240, 240)
 _YELLOW = (60, 200, 235)
@@ -157,13 +164,8 @@ def _paint_ground(world: World, lidar_pose: np.ndarray) -> np.ndarray:
     canvas = np.full((_MAP_SIZE, _MAP_SIZE, 3), look["verge"], np.uint8)
     for *edges, color in strips:
         outline = _map_pixels(seen_from(lidar_pose, road.strip(*edges)))
-        cv2.fillPoly(canvas, [_fixed_point(outline)], color, cv2.LINE_AA, _SUBPIXEL)
+        cv2.fillPoly(canvas, [fixed_point(outline)], color, cv2.LINE_AA, FIXED_POINT_BITS)
     return canvas
-
-
-def _fixed_point(pixels: np.ndarray) -> np.ndarray:
-    """Return OpenCV's fixed-point numbers of pixels, in whose coordinates the centre of the first pixel is 0."""
-    return np.round(np.clip(pixels, -4000, 4000) * 2**_SUBPIXEL).astype(np.int32)
 
 
 def _paint_boxes(
@@ -194,13 +196,13 @@ def _paint_boxes(
             polygon = polygon_inside(outline, outline[:, 2] - _NEAR)
             if len(polygon) < 3:
                 continue
-            pixels = _fixed_point(projected(polygon @ camera.intrinsic.T) - 0.5)
+            pixels = fixed_point(projected(polygon @ camera.intrinsic.T) - 0.5)
             color = (colors[owner] * _SHADE[face]).clip(0, 255).astype(int).tolist()
             owners.append(owner)
             depths = polygon[:, 2]
             planes.append((*outward[face] / to_face[face], depths.min(), depths.max()))
-            cv2.fillConvexPoly(image, pixels, color, cv2.LINE_AA, _SUBPIXEL)
-            cv2.fillConvexPoly(face_ids, pixels, len(owners), cv2.LINE_8, _SUBPIXEL)
+            cv2.fillConvexPoly(image, pixels, color, cv2.LINE_AA, FIXED_POINT_BITS)
+            cv2.fillConvexPoly(face_ids, pixels, len(owners), cv2.LINE_8, FIXED_POINT_BITS)
     return face_ids, np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5)
 
 
