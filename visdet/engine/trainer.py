@@ -1,10 +1,10 @@
 """Training, validating and testing a model by a config: the order of a run, from its parts to its end."""
 
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +158,18 @@ class DetRunner(RunCheckpoints):
 
     # ------------------------------------------------------------------ the stages, each with its data
 
-    @functools.cached_property
+    @cached_property
     def train_loop(self) -> TrainLoop:
         self._train_loop = loop = build.build_train_loop(self)
         self.visualizer.dataset_meta = getattr(loop.dataloader.dataset, "metainfo", None)
         return loop
 
-    @functools.cached_property
+    @cached_property
     def val_loop(self) -> EvaluationLoop | None:
         self._val_loop = loop = self._evaluation_loop("val")
         return loop
 
-    @functools.cached_property
+    @cached_property
     def test_loop(self) -> EvaluationLoop | None:
         self._test_loop = loop = self._evaluation_loop("test")
         return loop
@@ -410,12 +410,12 @@ class DetRunner(RunCheckpoints):
                     stop_workers(loop)
                 self.call_hook("on_exit")
 
-    @functools.cached_property
+    @cached_property
     def graphs(self) -> dict[str, Any]:
         """What replays the losses and the predictions as CUDA graphs, by the name of the method, if graphs are used."""
         return graphs_for(self.cfg, self.model, self.logger)
 
-    @functools.cached_property
+    @cached_property
     def steps(self) -> StagedModel:
         """The steps of training, and what the model remembers from one to the next."""
         return StagedModel(self.model, self.graphs)

@@ -1,10 +1,10 @@
 """What a CUDA graph needs of the code of a model while it is captured: a second stream, and tables that stay alive."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -122,9 +122,9 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        kept = functools.lru_cache(maxsize=max_sizes)(make)
+        kept = lru_cache(maxsize=max_sizes)(make)
 
-        @functools.wraps(make)
+        @wraps(make)
         def tables_of(*arguments: Any) -> Any:
             if (
                 torch.compiler.is_compiling()

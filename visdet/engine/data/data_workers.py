@@ -1,14 +1,14 @@
 """Failures of data workers, which end a run with their cause."""
 
 import copy
-import functools
+from functools import partial
 import multiprocessing
 import multiprocessing.queues
 import os
 import re
 import signal
 import threading
-import time
+from time import sleep
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,14 +61,14 @@ def report_lost_batches(loader: DataLoader) -> None:
         _WORKERS[worker] = loader.timeout
         return worker
 
-    context.Queue = functools.partial(_Results, ctx=context)
+    context.Queue = partial(_Results, ctx=context)
     context.Process = noted
     loader.multiprocessing_context = context
 
 
 def explain_collation(loader: DataLoader) -> None:
     """Make a loader say in one message that its samples cannot be joined, and give planned batches their size."""
-    loader.collate_fn = functools.partial(_collated, loader.collate_fn)
+    loader.collate_fn = partial(_collated, loader.collate_fn)
 
 
 def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
@@ -103,7 +103,7 @@ def worker_failures_explained() -> Iterator[None]:
             yield
         except (ConnectionError, EOFError):  # The other end may have been a worker that died.
             _error_if_any_worker_fails()
-            time.sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
+            sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
             raise
     except (RuntimeError, OSError, EOFError, MemoryError) as error:
         _end_stopped_workers(Counter(), ended, at_once=True)

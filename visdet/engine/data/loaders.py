@@ -1,6 +1,6 @@
 """Data loaders by config, and what is wrong with their data before training reads them."""
 
-import functools
+from functools import partial
 from collections.abc import Sized
 from typing import Any
 
@@ -40,12 +40,12 @@ def build_dataloader(
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
     init = loader.worker_init_fn
     if getattr(init, "func", None) is not start_worker:
-        loader.worker_init_fn = functools.partial(start_worker, init)
+        loader.worker_init_fn = partial(start_worker, init)
     report_lost_batches(loader)
     explain_collation(loader)
     if loader.pin_memory:
         # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
-        loader.collate_fn = functools.partial(collated_in_one_block, loader.collate_fn)
+        loader.collate_fn = partial(collated_in_one_block, loader.collate_fn)
     return loader
 
 

@@ -1,7 +1,7 @@
 """A hook that guards training against losses that are NaN or infinite."""
 
-import functools
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -63,7 +63,7 @@ class CheckInvalidLossHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Listen to the losses, and let the optimizer skip updates with losses or gradients that are not finite."""
         if numbers := getattr(runner, "late_numbers", None):
-            numbers.listen(functools.partial(self._check, runner))
+            numbers.listen(partial(self._check, runner))
         if self.action != "skip":
             return
         wrapper = runner.optim_wrapper
@@ -82,7 +82,7 @@ class CheckInvalidLossHook(Hook):
         numbers = getattr(runner, "late_numbers", None)
         if numbers is None:  # mmengine's own runner
             numbers = LateNumbers()
-            numbers.listen(functools.partial(self._check, runner))
+            numbers.listen(partial(self._check, runner))
             numbers.take(runner.iter + 1, outputs or {}, get_device())
             numbers.read()
         elif self.action == "skip":

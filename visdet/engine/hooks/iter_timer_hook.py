@@ -1,6 +1,6 @@
 """A version of mmengine's timer whose clock goes on evenly, also if somebody sets the clock of the machine."""
 
-import time
+from time import perf_counter
 from typing import Any
 
 from mmengine.hooks import IterTimerHook as _IterTimerHook
@@ -16,15 +16,15 @@ class IterTimerHook(_IterTimerHook):
     time_sec_test_val: float
 
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
-        self.t = time.perf_counter()
+        self.t = perf_counter()
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
-        runner.message_hub.update_scalar(f"{mode}/data_time", time.perf_counter() - self.t)
+        runner.message_hub.update_scalar(f"{mode}/data_time", perf_counter() - self.t)
 
     def _after_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        now, hub = time.perf_counter(), runner.message_hub
+        now, hub = perf_counter(), runner.message_hub
         seconds, self.t = now - self.t, now
         hub.update_scalar(f"{mode}/time", seconds)
         if mode == "train":

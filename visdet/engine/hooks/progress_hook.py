@@ -1,7 +1,7 @@
 """A hook that shows progress as a live bar on a terminal, and as plain lines elsewhere."""
 
-import time
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 from mmengine.hooks import Hook, LoggerHook
@@ -64,7 +64,7 @@ class ProgressHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
         self._trains = True
-        self._first, self._said_at = runner.iter, time.monotonic()
+        self._first, self._said_at = runner.iter, monotonic()
         self._begin("train", runner.max_iters, runner.iter)
 
     def after_train_iter(
@@ -75,7 +75,7 @@ class ProgressHook(Hook):
         if not self._bars.disable:
             self._advance("train", done, self._train_line(runner, values, with_parts=False))
             return
-        now = time.monotonic()
+        now = monotonic()
         is_early = done == self._first + _FIRST_LINE or now - self._said_at > _LINE_SECONDS
         if is_early or done % self.interval == 0 or done == runner.max_iters:
             say(self._train_line(runner, values, with_parts=True))
@@ -108,11 +108,11 @@ class ProgressHook(Hook):
         self._end_evaluation("test", "test", metrics)
 
     def _begin(self, stage: str, total: int, done: int) -> None:
-        self._stage_began = time.monotonic()
+        self._stage_began = monotonic()
         self._tasks[stage] = self._bars.add_task(stage, total=total, completed=done, status="")
 
     def _advance(self, stage: str, done: int, status: str) -> None:
-        bars, now = self._bars, time.monotonic()
+        bars, now = self._bars, monotonic()
         bars.start()  # The bar starts here, so that there is none below messages before the first batch.
         bars.update(self._tasks[stage], completed=done, status=status)
         if now - self._redrawn_at > _REFRESH_SECONDS:
@@ -133,7 +133,7 @@ class ProgressHook(Hook):
             for name, value in (metrics or {}).items()  # those of single classes have two slashes
             if isinstance(value, int | float) and name.count("/") < 2
         ]
-        seconds = time.monotonic() - self._stage_began
+        seconds = monotonic() - self._stage_began
         say("  ".join([head, *shown, f"({seconds:.1f} s)"]), style="bold")
 
     def _train_line(self, runner: Any, outputs: dict, with_parts: bool) -> str:

@@ -1,6 +1,6 @@
 """A version of mmengine's hook for the log that does not wait for the device."""
 
-import functools
+from functools import partial
 from typing import Any
 
 from mmengine.hooks import LoggerHook
@@ -28,7 +28,7 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         """Write the facts of the run, and listen to its numbers."""
         super().before_train(runner)
         if numbers := getattr(runner, "late_numbers", None):
-            numbers.listen(functools.partial(self._write, runner))
+            numbers.listen(partial(self._write, runner))
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None

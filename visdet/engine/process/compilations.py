@@ -1,8 +1,8 @@
 """What torch.compile does in a run, which would otherwise be silent for minutes."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from .console import say
@@ -20,14 +20,12 @@ def compilations_told(is_compiled: bool) -> Iterator[None]:
         return
     from torch._dynamo.callback import callback_handler
 
-    began, parts = time.monotonic(), 0
+    began, parts = monotonic(), 0
 
     def tell(_: Any) -> None:
         nonlocal parts
         parts += 1
-        say(
-            f"compile: {parts} part{'s' if parts > 1 else ''} compiled after {time.monotonic() - began:.0f} s"
-        )
+        say(f"compile: {parts} part{'s' if parts > 1 else ''} compiled after {monotonic() - began:.0f} s")
 
     say("compile: torch compiles the training step during the first iterations, which can take minutes")
     callback_handler.register_end_callback(tell)
