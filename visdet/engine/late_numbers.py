@@ -11,7 +11,8 @@ from torch import Tensor
 
 from visdet.execution.host_copy import HostCopy, stack_numbers
 
-_BAD, _SIGNAL = "a loss of a process is not finite", "the signal of a process"
+_BAD = "a loss of a process is not finite"
+_SIGNAL = "the signal of a process"
 
 
 @dataclass
@@ -85,7 +86,8 @@ class LateNumbers:
         """Give the numbers that have not been read yet to those who listen. This may wait for the device."""
         if self._unread is None:
             return
-        (iteration, copy), self._unread = self._unread, None
+        iteration, copy = self._unread
+        self._unread = None
         values = copy.read()
         is_bad = not all(map(math.isfinite, losses_among(values).values()))
         is_bad = bool(values.pop(_BAD, is_bad))

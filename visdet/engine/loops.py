@@ -111,7 +111,8 @@ class IterBasedTrainLoop(TrainLoop):
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        self.max_epochs, self.max_iters = 1, max_iters
+        self.max_epochs = 1
+        self.max_iters = max_iters
 
 
 class EvaluationLoop:
@@ -136,7 +137,8 @@ class EvaluationLoop:
 
     def process(self, batch: Any = None, predictions: Sequence[Any] = ()) -> None:
         """Take the predictions for a batch, and give the metrics those for the batch before it."""
-        arrived, self._arriving = self._arriving, (batch, ArrivingSamples(predictions))
+        arrived = self._arriving
+        self._arriving = (batch, ArrivingSamples(predictions))
         if arrived is not None:
             before, samples = arrived
             self.evaluator.process(data_samples=samples.read(), data_batch=before)

@@ -25,7 +25,8 @@ def check_monitored(runner: Any) -> None:
     """
     known: list[str] = []
     for metric in getattr(runner.evaluators.get("val"), "metrics", []):
-        names, prefix = getattr(metric, "metric_names", None), metric.prefix
+        names = getattr(metric, "metric_names", None)
+        prefix = metric.prefix
         if names is None:
             return
         known += [f"{prefix}/{name}" if prefix else name for name in names]
@@ -53,8 +54,11 @@ def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
 def undefined_metrics(values: Mapping[str, Any], metrics: Sequence[Any]) -> set[str]:
     """Return the names of the values that are NaN, or the number by which a metric says ``undefined``."""
     of_metrics = [metric.undefined for metric in metrics if hasattr(metric, "undefined")]
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    return {name for name, value in numbers.items() if value in of_metrics or math.isnan(value)}
+    return {
+        name
+        for name, value in values.items()
+        if isinstance(value, int | float) and (value in of_metrics or math.isnan(value))
+    }
 
 
 def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:

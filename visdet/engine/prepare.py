@@ -31,7 +31,8 @@ def build_runner(cfg: Config) -> Any:
         for metric in several_of(cfg, stage):
             if isinstance(metric, dict) and (prefix := metric.get("outfile_prefix")):
                 check_work_dir(os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=...")
-    resume, load_from = cfg.get("resume"), cfg.get("load_from")
+    resume = cfg.get("resume")
+    load_from = cfg.get("load_from")
     if isinstance(resume, str) and resume != AUTO:
         check_checkpoint_exists(resume, folder_is_fine=True)
     may_resume = resume == AUTO and (any(folder.glob("*.pth")) or newest_named(folder))

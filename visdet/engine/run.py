@@ -88,7 +88,8 @@ def train(
     if auto_scale_lr:
         enable_auto_scale_lr(cfg)
     if from_:
-        cfg.load_from, cfg.strict_load = os.path.expanduser(from_), False
+        cfg.load_from = os.path.expanduser(from_)
+        cfg.strict_load = False
     if resume:
         set_resume(cfg, "auto" if resume is True else os.fspath(resume))
     elif not cfg.get("resume"):
@@ -170,7 +171,8 @@ def evaluate(
         cfg.work_dir = agreed_folder(
             f"{cfg.work_dir}_test", cfg.launcher, cfg.get("env_cfg"), for_training=False
         )
-    cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
+    cfg.load_from = os.path.expanduser(checkpoint)
+    cfg.resume = False
     if amp:
         cfg.test_cfg = {**section_of(cfg, "test_cfg"), "fp16": True}
     pictures = os.fspath(show_dir) if show_dir else None

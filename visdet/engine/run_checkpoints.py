@@ -61,7 +61,9 @@ class RunCheckpoints(RunnerInterface):
 
         The order of the data depends on the seed. A seed of the config stays.
         """
-        weights, work_dir, randomness = self.load_from, self.work_dir, self.randomness
+        weights = self.load_from
+        work_dir = self.work_dir
+        randomness = self.randomness
         if not (resume := self.cfg.get("resume")):
             return None
         found = read_to_resume(resume, weights, work_dir, self.trusts_checkpoints)
@@ -132,7 +134,8 @@ class RunCheckpoints(RunnerInterface):
                 weights or the optimizer of a run that is resumed are not finite.
         """
         model = unwrapped(self.model)
-        trained, wanted = lists_of_checkpoint(content), class_lists(self._metainfo())
+        trained = lists_of_checkpoint(content)
+        wanted = class_lists(self._metainfo())
         if self.resumed_from is not None:
             _check_resumable(model, path, content, self.allows_nonfinite)
             if any(trained.get(kind, names) != names for kind, names in wanted.items()):
@@ -211,7 +214,8 @@ class RunCheckpoints(RunnerInterface):
     def _save_interrupted(self) -> None:
         """Save a checkpoint of this iteration where the checkpoint hook saves, unless there is one already."""
         hook = next((hook for hook in self.hooks if isinstance(hook, CheckpointHook)), None)
-        done, hub = self.iter + 1, self.message_hub
+        done = self.iter + 1
+        hub = self.message_hub
         if hook is None or self._saved_at == done:
             return
         folder = str(hook.out_dir)

@@ -79,7 +79,8 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
     Frames of six cameras are drawn, which takes less time than the data set of the config and needs no download.
     """
     dataset = dataset_config(cfg, "test")
-    cameras, augmentation = dataset.get("num_cameras", 6), dataset.get("data_aug_conf")
+    cameras = dataset.get("num_cameras", 6)
+    augmentation = dataset.get("data_aug_conf")
     if augmentation is None or cameras != 6:
         built = build_dataset(cfg, "test")
         return built[0], built[min(1, len(built) - 1)], "a sample of the test set"
@@ -89,7 +90,8 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
     scenes = dict(num_train=1, num_val=1, num_test=1, num_frames=2, image_size=size)
     with TemporaryDirectory() as folder:
         built = DATASETS.build({**drawn, "data_root": folder, "generator": scenes})
-        earlier, frame = built[0], built[1]
+        earlier = built[0]
+        frame = built[1]
     return earlier, frame, f"a frame of six images of {height} x {width} pixels that follows on another"
 
 
@@ -120,7 +122,8 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _of_attention(value: Any, _shapes: Any, _starts: Any, _locations: Any, weights: Any, **_: Any) -> int:
-    return _PER_SAMPLE * prod(weights) * value[-1]
+    *_, channels = value
+    return _PER_SAMPLE * prod(weights) * channels
 
 
 def _of_fused_attention(
@@ -132,7 +135,9 @@ def _of_fused_attention(
 def _of_aggregation(
     features: Any, _shapes: Any, _starts: Any, _locations: Any, weights: Any, **_: Any
 ) -> int:
-    return _PER_SAMPLE * prod(weights[:-1]) * features[-1]
+    *_, channels = features
+    *samples, _groups = weights
+    return _PER_SAMPLE * prod(samples) * channels
 
 
 def _of_fused_aggregation(
@@ -140,13 +145,17 @@ def _of_fused_aggregation(
     _shapes: Any,
     _starts: Any,
     points: Any,
-    cameras: Any,
+    projection: Any,
     _sizes: Any,
     logits: Any,
     *_: Any,
     **__: Any,
 ) -> int:
-    return _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
+    *_, channels = features
+    *key_points, _xyz = points
+    _, cameras, *_ = projection
+    *_, levels, _points, _groups = logits
+    return _PER_SAMPLE * prod(key_points) * cameras * levels * channels
 
 
 def _flops_of(part: str, counts: dict[str, int]) -> int:

@@ -147,8 +147,10 @@ class DetRunner(RunCheckpoints):
 
     def _seed_with(self, randomness: dict[str, Any]) -> None:
         """Seed all generators. Without a seed, a deterministic run takes 0; else the main process draws one for all."""
-        seed, is_deterministic = randomness.get("seed"), bool(randomness.get("deterministic"))
-        self.randomness, self.deterministic = randomness, is_deterministic
+        seed = randomness.get("seed")
+        is_deterministic = bool(randomness.get("deterministic"))
+        self.randomness = randomness
+        self.deterministic = is_deterministic
         if is_deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, torch refuses cuBLAS.
             # torch would fill each new tensor, in case that something reads it before it is written.
@@ -205,7 +207,8 @@ class DetRunner(RunCheckpoints):
         return self.model
 
     def _train(self) -> None:
-        cfg, call_hook = self.cfg, self.call_hook
+        cfg = self.cfg
+        call_hook = self.call_hook
         if cfg.get("train_cfg") is None:
             raise ConfigError(
                 "the config has no train_cfg, train_dataloader and optim_wrapper, which training needs"
@@ -213,18 +216,21 @@ class DetRunner(RunCheckpoints):
         found = self._find_checkpoint()
         build.check_before_data(self, "train", "val")
         optim_wrapper = self.optim_wrapper
-        loop, _ = self.train_loop, self.val_loop  # They read the data.
+        loop = self.train_loop
+        _ = self.val_loop  # Both read the data.
         self.scale_lr(optim_wrapper, cfg.get("auto_scale_lr"))
         self.param_schedulers = schedules = build.build_schedules(cfg, optim_wrapper, loop)
         self.recipe = recipe_of(optim_wrapper.optimizer, schedules)
         self.late_numbers = LateNumbers()
         call_hook("before_run")
-        model, optim_wrapper = self.model, self.optim_wrapper  # A hook may replace them.
+        model = self.model  # A hook may replace both.
+        optim_wrapper = self.optim_wrapper
         build.initialize_weights(cfg, unwrapped(model))
         random_state = self._start_from(found)
         optim_wrapper.initialize_count_status(model, loop.iter, loop.max_iters)
         build.let_updates_average(optim_wrapper, model)
-        graphs, steps = self.graphs, self.steps
+        graphs = self.graphs
+        steps = self.steps
         share_gradients(graphs, optim_wrapper)
         build.compile_step(cfg, steps)
         call_hook("before_train")
@@ -254,7 +260,8 @@ class DetRunner(RunCheckpoints):
             self.model.train()
             # A checkpoint of an epoch's last iteration was saved before the hooks at the end of the epoch ran. A run
             # that resumes from it has only those hooks left to run.
-            loader, iteration = loop.dataloader, loop.iter
+            loader = loop.dataloader
+            iteration = loop.iter
             length = len(loader)
             done = iteration - loop.epoch * length
             start = done if 0 < done <= length else 0
@@ -267,7 +274,8 @@ class DetRunner(RunCheckpoints):
                 self._validate()
 
     def _train_by_iterations(self, loop: TrainLoop) -> None:
-        loader, done = loop.dataloader, loop.iter
+        loader = loop.dataloader
+        done = loop.iter
         loader.batch_sampler.start_at(self.seed, done, skipped=done + loop.batches_ahead)
         loop.dataloader_iterator = iter(loader)
         while not loop.is_finished():
@@ -277,7 +285,9 @@ class DetRunner(RunCheckpoints):
                 self.model.train()  # Not in each iteration: it takes the host 2 ms.
 
     def _train_step(self, index: int, batch: Any) -> None:
-        loop, numbers, signal = self.train_loop, self.late_numbers, self._signal
+        loop = self.train_loop
+        numbers = self.late_numbers
+        signal = self._signal
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
         device = next(self.model.parameters()).device
         with one_thread_beside_a_gpu(device):
@@ -321,7 +331,9 @@ class DetRunner(RunCheckpoints):
 
     def _validate(self) -> None:
         """Validate within training, whose random state stays as it is."""
-        loop, signal, done = self.val_loop, self._signal, self.iter
+        loop = self.val_loop
+        signal = self._signal
+        done = self.iter
         if loop is not None:
             # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
             self.message_hub.update_info(_VALIDATED, done)

@@ -59,7 +59,9 @@ def check_training_data(dataloader: Any, by_epoch: bool) -> None:
         ConfigError: see above. Every process raises it.
     """
     batches: Any = dataloader.batch_sampler
-    endless, dataset, count = batches.endless_part, dataloader.dataset, len(batches)
+    endless = batches.endless_part
+    dataset = dataloader.dataset
+    count = len(batches)
     if by_epoch and endless is not None:
         raise ConfigError(
             f"train_dataloader: {type(endless).__name__} gives batches without end, so that the first epoch would "

@@ -115,7 +115,9 @@ class ResumableBatches:
             iteration: the iteration of the run that gets the first batch.
             skipped: the number of batches to skip.
         """
-        self._key, self._iteration, self._skipped = (seed, get_rank()), iteration, skipped
+        self._key = (seed, get_rank())
+        self._iteration = iteration
+        self._skipped = skipped
 
     def __iter__(self) -> Iterator[SeededBatch]:
         # This is a generator, so that it runs only when the first batch is drawn. DataLoader calls iter() more often

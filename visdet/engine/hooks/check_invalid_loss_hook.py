@@ -90,7 +90,8 @@ class CheckInvalidLossHook(Hook):
 
     def _check(self, runner: Any, step: StepNumbers) -> None:
         """Look at the losses of an iteration, and at what its update did."""
-        has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
+        has_dropped = self._has_dropped_gradients
+        self._has_dropped_gradients = False
         if step.iteration % self.interval:
             return
         if not (step.has_bad_loss or has_dropped):

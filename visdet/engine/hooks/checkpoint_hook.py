@@ -32,7 +32,8 @@ class CheckpointHook(_CheckpointHook):
     file_backend: Any
     last_ckpt: Any
     # The iterations after which the last checkpoint was saved, if that was before their validation, and its file.
-    _lacks_thresholds_of, _saved_file = -1, None
+    _lacks_thresholds_of = -1
+    _saved_file = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,13 +56,15 @@ class CheckpointHook(_CheckpointHook):
         Raises:
             UserError: the folder cannot be written, or has no space for a checkpoint.
         """
-        hub, most = runner.message_hub, self.max_keep_ckpts
+        hub = runner.message_hub
+        most = self.max_keep_ckpts
         steps = hub.get_info("keep_ckpt_ids")
         if steps and most > 0 and not self._names_differ:
             # mmengine would remove the checkpoints that are too many, which have the name of the one to keep.
             hub.update_info("keep_ckpt_ids", steps[-most:])
         super().before_train(runner)
-        backend, folder = self.file_backend, self.out_dir
+        backend = self.file_backend
+        folder = self.out_dir
         if isinstance(backend, LocalBackend) and is_main_process():
             check_work_dir(folder, "default_hooks.checkpoint.out_dir")
             check_free_space(folder, _size_of_checkpoint(runner.model), "a checkpoint")

@@ -24,14 +24,18 @@ class IterTimerHook(_IterTimerHook):
     def _after_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        now, hub = perf_counter(), runner.message_hub
-        seconds, self.t = now - self.t, now
+        now = perf_counter()
+        hub = runner.message_hub
+        seconds = now - self.t
+        self.t = now
         hub.update_scalar(f"{mode}/time", seconds)
         if mode == "train":
             first = self.start_iter
-            done, total = runner.iter - first + 1, runner.max_iters - first
+            done = runner.iter - first + 1
+            total = runner.max_iters - first
             self.time_sec_tot = spent = self.time_sec_tot + seconds
         else:
-            done, total = batch_idx + 1, len(getattr(runner, f"{mode}_dataloader"))
+            done = batch_idx + 1
+            total = len(getattr(runner, f"{mode}_dataloader"))
             self.time_sec_test_val = spent = self.time_sec_test_val + seconds
         hub.update_info("eta", spent / done * (total - done))

@@ -41,8 +41,10 @@ class PipelineSwitchHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Check the data workers."""
-        loader, switch_epoch = runner.train_dataloader, self.switch_epoch
-        workers, are_kept = loader.num_workers, loader.persistent_workers
+        loader = runner.train_dataloader
+        switch_epoch = self.switch_epoch
+        workers = loader.num_workers
+        are_kept = loader.persistent_workers
         if workers and (switch_epoch is None or are_kept):
             raise ConfigError(
                 "PipelineSwitchHook: workers would keep the old pipeline. It needs train_dataloader.num_workers=0, or "
@@ -61,7 +63,9 @@ class PipelineSwitchHook(Hook):
         self._switch_if_due(runner, runner.iter + 1)
 
     def _switch_if_due(self, runner: Any, next_iter: int) -> None:
-        dataset, pipeline, switch_iter = runner.train_dataloader.dataset, self.pipeline, self.switch_iter
+        dataset = runner.train_dataloader.dataset
+        pipeline = self.pipeline
+        switch_iter = self.switch_iter
         is_due = runner.epoch >= (self.switch_epoch or 0) if switch_iter is None else next_iter >= switch_iter
         if is_due and dataset.pipeline is not pipeline:
             dataset.pipeline = pipeline

@@ -12,7 +12,8 @@ from visdet.registry import HOOKS
 from ..process.console import console, is_main_process, say
 
 _REFRESH_SECONDS = 0.2
-_FIRST_LINE, _LINE_SECONDS = 10, 60.0  # iterations, and seconds
+_FIRST_LINE = 10  # iterations
+_LINE_SECONDS = 60.0
 
 
 @HOOKS.register_module()
@@ -64,14 +65,16 @@ class ProgressHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
         self._trains = True
-        self._first, self._said_at = runner.iter, monotonic()
+        self._first = runner.iter
+        self._said_at = monotonic()
         self._begin("train", runner.max_iters, runner.iter)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         """Show the iteration."""
-        done, values = runner.iter + 1, outputs or {}
+        done = runner.iter + 1
+        values = outputs or {}
         if not self._bars.disable:
             self._advance("train", done, self._train_line(runner, values, with_parts=False))
             return
@@ -112,7 +115,8 @@ class ProgressHook(Hook):
         self._tasks[stage] = self._bars.add_task(stage, total=total, completed=done, status="")
 
     def _advance(self, stage: str, done: int, status: str) -> None:
-        bars, now = self._bars, monotonic()
+        bars = self._bars
+        now = monotonic()
         bars.start()  # The bar starts here, so that there is none below messages before the first batch.
         bars.update(self._tasks[stage], completed=done, status=status)
         if now - self._redrawn_at > _REFRESH_SECONDS:
@@ -120,7 +124,8 @@ class ProgressHook(Hook):
             self._redrawn_at = now
 
     def _end(self, stage: str) -> None:
-        bars, tasks = self._bars, self._tasks
+        bars = self._bars
+        tasks = self._tasks
         bars.remove_task(tasks.pop(stage))
         bars.refresh()
         if not tasks:
@@ -138,7 +143,8 @@ class ProgressHook(Hook):
 
     def _train_line(self, runner: Any, outputs: dict, with_parts: bool) -> str:
         """Return position, smoothed losses, learning rate, time per iteration and remaining time."""
-        hub, window = runner.message_hub, runner.log_processor.window_size
+        hub = runner.message_hub
+        window = runner.log_processor.window_size
 
         def smoothed(name: str) -> float:
             return float(hub.get_scalar(f"train/{name}").mean(window))
@@ -167,7 +173,8 @@ class ProgressHook(Hook):
         """
         if not self._trains:
             return ""
-        position, total = f"iter {runner.iter + ahead}/{runner.max_iters}", runner.max_epochs
+        position = f"iter {runner.iter + ahead}/{runner.max_iters}"
+        total = runner.max_epochs
         if runner.train_loop.by_epoch:
             position = f"epoch {min(runner.epoch + ahead, total)}/{total}  {position}"
         return position

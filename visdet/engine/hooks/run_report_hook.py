@@ -31,9 +31,14 @@ class RunReportHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
-        model, loop, start, done = unwrapped(runner.model), runner.train_loop, runner.load_from, runner.iter
+        model = unwrapped(runner.model)
+        loop = runner.train_loop
+        start = runner.load_from
+        done = runner.iter
         total, trained = parameters_of(model)
-        data, sampler, processes = loop.dataloader.dataset, loop.dataloader.batch_sampler, get_world_size()
+        data = loop.dataloader.dataset
+        sampler = loop.dataloader.batch_sampler
+        processes = get_world_size()
         batch = getattr(sampler, "batch_size", "?")
         length = f"{loop.max_epochs} epochs, " if loop.by_epoch else ""
         rows = {
@@ -62,7 +67,10 @@ class RunReportHook(Hook):
 
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
-        loop, work_dir, done, total = runner.train_loop, runner.work_dir, runner.iter, runner.max_iters
+        loop = runner.train_loop
+        work_dir = runner.work_dir
+        done = runner.iter
+        total = runner.max_iters
         if runner.val_loop is not None:
             _print_metrics(runner.val_evaluator, runner.metrics)
         if loop.stop_training and done < total:
@@ -119,7 +127,8 @@ def _print_metrics(evaluator: Any, values: Mapping[str, Any]) -> None:
 
 def _validations(loop: Any) -> str:
     """Return when a run is validated, such as "every 5 iterations from iteration 1000 on, and at the end"."""
-    unit, interval = "epoch" if loop.by_epoch else "iteration", loop.val_interval
+    unit = "epoch" if loop.by_epoch else "iteration"
+    interval = loop.val_interval
     _, total = loop.progress()
     first = math.ceil(max(loop.val_begin, 1) / interval) * interval
     if first >= total:

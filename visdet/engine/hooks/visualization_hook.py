@@ -86,7 +86,8 @@ class DetVisualizationHook(Hook):
         return self.draw or self.test_out_dir is not None
 
     def _thresholds(self, runner: Any) -> float | dict[str, float]:
-        given, measured = self.score_thr, self._measured
+        given = self.score_thr
+        measured = self._measured
         if given is not None:
             return given
         # Visualizers of other packages know one number only.
@@ -132,7 +133,8 @@ class DetVisualizationHook(Hook):
         if not self._sheet or not self._trains:
             return
         self._measured = thresholds_of(runner.val_evaluator.metrics)
-        step, thresholds = runner.iter, self._thresholds(runner)
+        step = runner.iter
+        thresholds = self._thresholds(runner)
         images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
             runner.visualizer.add_contact_sheet(
@@ -146,7 +148,8 @@ class DetVisualizationHook(Hook):
 
     def before_test_epoch(self, runner: Any) -> None:
         """Start counting images, and say by which thresholds they are drawn."""
-        self._images_tested, folder = 0, self.test_out_dir
+        self._images_tested = 0
+        folder = self.test_out_dir
         if self.draws_tests and self.score_thr is None:
             names = (runner.visualizer.dataset_meta or {}).get("classes", ())
             given = [self._measured.get(name, DEFAULT_THRESHOLD) for name in names]

@@ -20,7 +20,8 @@ def compilations_told(is_compiled: bool) -> Iterator[None]:
         return
     from torch._dynamo.callback import callback_handler
 
-    began, parts = monotonic(), 0
+    began = monotonic()
+    parts = 0
 
     def tell(_: Any) -> None:
         nonlocal parts

@@ -67,7 +67,8 @@ def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
                 raise Interrupted(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    default, set_handler = signal.SIG_DFL, signal.signal
+    default = signal.SIG_DFL
+    set_handler = signal.signal
     before = {}
     for number in _SIGNALS if is_main else ():
         old = signal.getsignal(number)

@@ -32,7 +32,8 @@ def free_folder(folder: str, for_training: bool = True) -> str:
         folder: the folder.
         for_training: whether a training is to write there. Otherwise, every folder with a log holds a run.
     """
-    place, number = folder, 1
+    place = folder
+    number = 1
     while _holds_run(Path(place), for_training):
         number += 1
         place = f"{folder}_{number}"
@@ -107,12 +108,10 @@ def check_out_file(path: str | Path, option: str = "--out") -> None:
     """
     path = Path(path)
     check_work_dir(path.parent, option)
-    if path.is_dir():
-        raise UserError(f"file {path} cannot be written: it is a folder; choose another name with {option}")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise UserError(
-            f"file {path} cannot be written: Permission denied; choose another name with {option}"
-        )
+    is_folder = path.is_dir()
+    if is_folder or (path.exists() and not os.access(path, os.W_OK)):
+        reason = "it is a folder" if is_folder else "Permission denied"
+        raise UserError(f"file {path} cannot be written: {reason}; choose another name with {option}")
 
 
 def check_free_space(folder: str | Path, num_bytes: int, what: str) -> None:

@@ -54,7 +54,8 @@ def preserved_cpu_state() -> Iterator[None]:
     set_generator = np.random.set_bit_generator  # type: ignore[attr-defined]
     numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
     set_generator(_spare)
-    python, of_torch = random.getstate(), torch.get_rng_state()
+    python = random.getstate()
+    of_torch = torch.get_rng_state()
     try:
         yield
     finally:

@@ -32,7 +32,9 @@ def tool_session() -> Iterator[None]:
             leave_process_group()
         except (KeyboardInterrupt, Exception) as error:
             # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
-            variable, hints, terminal = os.environ.get, hints_of(error), sys.stderr
+            variable = os.environ.get
+            hints = hints_of(error)
+            terminal = sys.stderr
             rank = variable("RANK")
             if received or isinstance(error, KeyboardInterrupt):
                 number = received[0] if received else getattr(error, "number", signal.SIGINT)
