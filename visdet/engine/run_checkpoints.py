@@ -54,7 +54,7 @@ class RunCheckpoints(RunnerInterface):
     _moment: Callable[[], str | None]
     _seed_with: Callable[[dict[str, Any]], None]
     has_loaded = False
-    _saved_at = -1  # the iterations after which the last checkpoint to go on from was saved
+    _saved_at: int | None = None  # the iterations after which the last checkpoint to go on from was saved
 
     def _find_checkpoint(self) -> tuple[str, dict[str, Any]] | None:
         """Return the checkpoint to resume and its content, if there is one, and take over its seed.

@@ -90,16 +90,14 @@ class LaterGradients(TorchFunctionMode):
         return True
 
     def _begin_on(self, stream: torch.cuda.Stream) -> None:
-        origins = self._origins
-        for origin in origins:
-            stream.wait_stream(origin)
         with torch.cuda.stream(stream):
             self._compute()
         self._busy.add(stream)
-        origins.clear()
 
     @torch.no_grad()
     def _compute(self) -> None:
+        """Compute what waits on the current stream."""
+        _wait_for(self._origins)
         waiting = self._waiting
         for places, compute in waiting:
             self._found += zip(places, compute(), strict=True)
@@ -108,7 +106,6 @@ class LaterGradients(TorchFunctionMode):
 
     def join(self) -> None:
         """Compute what is left, and let the current stream wait for all."""
-        _wait_for(self._origins)
         self._compute()
         _wait_for(self._busy)
 

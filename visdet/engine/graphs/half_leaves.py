@@ -1,6 +1,6 @@
 """16-bit leaves that stand in for the parameters which autocast would cast, so that a few kernels cast them all."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -36,10 +36,9 @@ class CastsNoted(TorchDispatchMode):
         (self._cast if is_cast else self._used).update(found)
         return func(*args, **kwargs)
 
-    def only_cast(self) -> list[Tensor]:
+    def only_cast(self) -> set[Tensor]:
         """Return the tensors that were cast and not used otherwise."""
-        watched = self._watched
-        return [watched[key] for key in watched if key in self._cast - self._used]
+        return {self._watched[key] for key in self._cast - self._used}
 
 
 class HalfLeaves:
@@ -53,16 +52,15 @@ class HalfLeaves:
     def __init__(
         self,
         leaves: Mapping[nn.Parameter, Tensor],
-        only_cast: Sequence[Tensor],
+        only_cast: Set[Tensor],
         dtype: torch.dtype,
         shared: dict[tuple[nn.Parameter, torch.dtype], Tensor],
     ) -> None:
-        chosen = set(only_cast)
         self.leaves = dict(leaves)
         self._sources: list[Tensor] = []
         self._copies: list[Tensor] = []
         for parameter, leaf in leaves.items():
-            if leaf in chosen:
+            if leaf in only_cast:
                 key = parameter, dtype
                 source = leaf.detach()
                 if key not in shared:

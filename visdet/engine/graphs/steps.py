@@ -73,7 +73,7 @@ class GraphedStep:
         dtype = torch.get_autocast_dtype("cuda")
         casts = CastsNoted(plain.values() if torch.is_autocast_enabled("cuda") else (), dtype)
         copies = memory.half_copies
-        self.half = HalfLeaves(plain, (), dtype, copies)
+        self.half = HalfLeaves(plain, set(), dtype, copies)
         self.hooked = hooked = set(handed_on)
         self.keeps_activations = recomputes(model)
         with casts:

@@ -32,7 +32,7 @@ class CheckpointHook(_CheckpointHook):
     file_backend: Any
     last_ckpt: Any
     # The iterations after which the last checkpoint was saved, if that was before their validation, and its file.
-    _lacks_thresholds_of = -1
+    _lacks_thresholds_of = None
     _saved_file = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class CheckpointHook(_CheckpointHook):
             hub.update_info("last_ckpt", previous)
             raise
         done = meta["iter"]
-        self._lacks_thresholds_of = -1 if hub.get_info("validated_at_iter") == done else done
+        self._lacks_thresholds_of = None if hub.get_info("validated_at_iter") == done else done
         self._saved_file = _identity(self.last_ckpt)
         self._end_saving(runner)
 

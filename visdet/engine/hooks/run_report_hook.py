@@ -36,10 +36,10 @@ class RunReportHook(Hook):
         start = runner.load_from
         done = runner.iter
         total, trained = parameters_of(model)
-        data = loop.dataloader.dataset
-        sampler = loop.dataloader.batch_sampler
+        loader = loop.dataloader
+        data = loader.dataset
         processes = get_world_size()
-        batch = getattr(sampler, "batch_size", "?")
+        batch = getattr(loader.batch_sampler, "batch_size", "?")
         length = f"{loop.max_epochs} epochs, " if loop.by_epoch else ""
         rows = {
             "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",

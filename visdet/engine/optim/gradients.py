@@ -93,19 +93,19 @@ class Gradients:
                     parameter.grad = None
         block.attach()
 
-    def flat(self) -> list[Tensor] | None:
-        """Return the tensors that hold all gradients, or None if the gradients lie elsewhere."""
+    def flat(self) -> list[Tensor]:
+        """Return the tensors that hold all gradients, which are none if the gradients lie elsewhere."""
         block = self._attached
         if block is None or not block.is_attached():
-            return None
+            return []
         return block.flat
 
     def zero(self) -> bool:
         """Set the gradients to zero and return True, if they lie in a block."""
         flat = self.flat()
-        if flat is not None:
+        if flat:
             torch._foreach_zero_(flat)
-        return flat is not None
+        return bool(flat)
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class MuonWithAuxAdam(AdamW):
         gradients: dict[Tensor, Tensor] = {}
         try:
             for group in self.param_groups:
-                of_shape: dict[Any, list[Tensor]] = defaultdict(list)
+                of_shape: dict[Any, dict[Tensor, Tensor]] = defaultdict(dict)
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if (
@@ -88,22 +88,22 @@ class MuonWithAuxAdam(AdamW):
                         and min(gradient.shape) >= group["min_size"]
                     ):
                         gradients[parameter] = gradient
-                        of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
+                        of_shape[parameter.shape, parameter.device, parameter.dtype][parameter] = gradient
                         parameter.grad = None  # so that AdamW passes it by
-                for parameters in of_shape.values():
-                    self._update(parameters, [gradients[parameter] for parameter in parameters], group)
+                for alike in of_shape.values():
+                    self._update(alike, group)
             super().step()
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         return loss
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape."""
+    def _update(self, gradients: dict[Tensor, Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape by their gradients."""
         lr = group["lr"]
         decay = group["momentum"]
         directions = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in gradients.items():
             gradient = -gradient if group["maximize"] else gradient
             state = self.state[parameter]
             if "momentum_buffer" not in state:  # The state may be AdamW's.
@@ -114,10 +114,12 @@ class MuonWithAuxAdam(AdamW):
             state["step"] += 1
             momentum = state["momentum_buffer"].lerp_(gradient, 1 - decay)
             directions.append(gradient.lerp(momentum, decay))
-        scale = lr * _RMS_OF_ADAMW * max(parameters[0].shape) ** 0.5
-        updates = orthogonalized(torch.stack(directions), group["ns_steps"])
+        matrices = torch.stack(directions)
+        _, *sizes = matrices.shape
+        scale = lr * _RMS_OF_ADAMW * max(sizes) ** 0.5
+        updates = orthogonalized(matrices, group["ns_steps"])
         on_device = isinstance(lr, Tensor)  # A number that the host does not know cannot be an ``alpha``.
-        for parameter, update in zip(parameters, updates * scale if on_device else updates, strict=True):
+        for parameter, update in zip(gradients, updates * scale if on_device else updates, strict=True):
             parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-1 if on_device else -scale)
 
 

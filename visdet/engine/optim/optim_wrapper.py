@@ -112,7 +112,7 @@ class OptimWrapper(_OptimWrapper):
             )
         gradients = self.gradients
         gradients.attach(gradients.block_of(learning))
-        for block in gradients.flat() or ():
+        for block in gradients.flat():
             all_reduce(block, "mean")
 
     def _clip_grad(self) -> None:
