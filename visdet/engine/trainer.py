@@ -118,12 +118,11 @@ class DetRunner(RunCheckpoints):
         self._seed_with(dict(section_of(cfg, "randomness")))
         given_name = given("experiment_name") or Path(cfg.filename or "").stem
         self.experiment_name = name = f"{given_name}_{time}".lstrip("_")
-        self.log_dir = self._log_dir = folder = os.path.join(self.work_dir, time)
+        self.log_dir = self._log_dir = folder = f"{self.work_dir}/{time}"
         os.makedirs(folder, exist_ok=True)
         self.default_scope = DefaultScope.get_instance(name, scope_name=cfg.default_scope)
         self.log_processor = build.build_log_processor(cfg)
-        log_file = os.path.join(folder, f"{time}.log")
-        self.logger = build.build_logger(name, log_file, given("log_level", "INFO"))
+        self.logger = build.build_logger(name, f"{folder}/{time}.log", given("log_level", "INFO"))
         build.log_environment(self, env_cfg)
         self.message_hub = MessageHub.get_instance(name)
         self.visualizer = build.build_visualizer(cfg, folder)

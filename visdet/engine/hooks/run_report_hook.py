@@ -1,9 +1,9 @@
 """A hook that describes a run at its start and reports its results at its end."""
 
 import math
-import os
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,15 +89,15 @@ class RunReportHook(Hook):
             "best checkpoint": known("best_ckpt"),
             "log": runner.logger.log_file,
             "pictures": val_pictures_folder(runner),
-            "TensorBoard": os.path.join(runner.log_dir, "vis_data"),
+            "TensorBoard": f"{runner.log_dir}/vis_data",
         }
         for label, path in written.items():
-            if path and os.path.exists(path):
+            if path and Path(path).exists():
                 say(f"  {label:<16} {short_path(path)}")
         say("look at it:")
         folder = shlex.quote(short_path(work_dir))
         say(f"  tensorboard --logdir {folder}")
-        if os.path.exists(os.path.join(work_dir, BEST)):
+        if Path(work_dir, BEST).exists():
             say(f"  visdet infer {folder}/{BEST} IMAGE|VIDEO|FOLDER ...")
         say(f"  visdet curves {folder}")
 

@@ -26,7 +26,7 @@ from ..process.console import say
 
 def val_pictures_folder(runner: Any) -> str:
     """Return the folder that a run's validation pictures go to."""
-    return os.path.join(runner.work_dir, "val_pictures")
+    return f"{runner.work_dir}/val_pictures"
 
 
 @HOOKS.register_module()
@@ -136,7 +136,7 @@ class DetVisualizationHook(Hook):
         step = runner.iter
         thresholds = self._thresholds(runner)
         images, samples = zip(*self._sheet, strict=True)
-        for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
+        for out_file in (f"{val_pictures_folder(runner)}/iter_{step}.png", None):
             runner.visualizer.add_contact_sheet(
                 "val_pictures",
                 images,

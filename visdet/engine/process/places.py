@@ -136,7 +136,7 @@ def only_training_in(work_dir: str | Path) -> Iterator[None]:
     Raises:
         UserError: another process trains there.
     """
-    lock = FileLock(os.path.join(work_dir, _LOCK))
+    lock = FileLock(Path(work_dir, _LOCK))
     try:
         lock.acquire(timeout=_PATIENCE)
     # Some versions raise a RuntimeError if this process has the lock itself.
