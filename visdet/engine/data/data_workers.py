@@ -1,19 +1,19 @@
 """Failures of data workers, which end a run with their cause."""
 
 import copy
-from functools import partial
 import multiprocessing
 import multiprocessing.queues
 import os
 import re
 import signal
 import threading
-from time import sleep
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from torch._C import _error_if_any_worker_fails

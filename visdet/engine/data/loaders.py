@@ -1,7 +1,7 @@
 """Data loaders by config, and what is wrong with their data before training reads them."""
 
-from functools import partial
 from collections.abc import Sized
+from functools import partial
 from typing import Any
 
 import torch
