@@ -6,9 +6,9 @@ another package, work without other imports. An unknown name raises an :class:`U
 ``KeyError``, with the nearest names.
 """
 
-import contextlib
-import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -55,7 +55,7 @@ __all__ = [
 SCOPE = "visdet"
 
 
-@contextlib.contextmanager
+@contextmanager
 def mmengine_unlocked() -> Iterator[None]:
     """Release mmengine's lock after the block, if an error has left it locked.
 
@@ -90,8 +90,8 @@ class Registry(_MMEngineRegistry):
     def register_module(self, name: Any = None, force: bool = False, module: Any = None) -> Any:
         """Register a class or a function; see mmengine. A class of visdet will check its arguments."""
         if module is None:
-            return lambda given: self.register_module(name, force, given)
-        if inspect.isclass(module):
+            return partial(self.register_module, name, force)
+        if isinstance(module, type):
             check_constructor(module)
         return super().register_module(name, force, module)
 
@@ -104,10 +104,9 @@ class Registry(_MMEngineRegistry):
         with build_step(name_of_type(kind) or self.name), mmengine_unlocked():
             if isinstance(kind, str) and cfg.get("_scope_") is None:
                 if own := self._own(kind):
-                    cfg = cfg.copy()
-                    cfg["type"] = own
+                    cfg = {**cfg, "type": own}
                 kind = own or (self.parent or self).module_dict.get(kind)
-            if inspect.isclass(kind):
+            if isinstance(kind, type):
                 check_constructor(kind)
                 check_texts(kind, cfg)
             return super().build(cfg, *args, **kwargs)
@@ -129,7 +128,7 @@ class Registry(_MMEngineRegistry):
         if not isinstance(key, str):
             return key
         registered = self._own(key)  # Errors of the imports are not caught below.
-        with contextlib.suppress(RuntimeError):  # mmengine raises this if a dotted path cannot be imported.
+        with suppress(RuntimeError):  # mmengine raises this if a dotted path cannot be imported.
             registered = registered or super().get(key)
         if registered is None:
             raise UnknownNameError(self._unknown_name_message(key))

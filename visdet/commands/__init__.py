@@ -1,12 +1,12 @@
 """The program ``visdet``. Each module here is a command."""
 
 import argparse
-import contextlib
-import importlib
 import re
-import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from signal import SIG_DFL, SIGPIPE, signal
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: a command and its arguments. The default is those of the process.
     """
     prepare_process()
-    modules = {name: importlib.import_module(path) for name, path in _MODULES.items()}
+    modules = {name: import_module(path) for name, path in _MODULES.items()}
     parser = argparse.ArgumentParser(prog="visdet", **_described(_DESCRIPTION))
     parser.add_argument("--version", action="version", version=f"visdet {visdet.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = module.__doc__ or ""
         summary = text.partition("\n")[0].partition(". ")[0].rstrip(".")
         module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
-    with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
-        importlib.import_module("argcomplete").autocomplete(parser)
+    with suppress(ImportError):  # The package argcomplete completes arguments in the shell.
+        import_module("argcomplete").autocomplete(parser)
     given = arguments or sys.argv[1:] or ["--help"]
     first = given[0]
     if not first.startswith("-") and first not in modules:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         unknown = [other.partition("=")[0] for other in others if other.startswith("--")]
         own.error(problem + "".join(did_you_mean(option, known) for option in unknown))
     if command in _PRINTING:  # The reader of the output, such as head, may end before.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal(SIGPIPE, SIG_DFL)
     if status := _run(command, modules[command], options):
         sys.exit(status)
 

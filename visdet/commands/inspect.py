@@ -36,6 +36,7 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
     from visdet.engine.checkpoints.class_names import lists_of_checkpoint
     from visdet.engine.checkpoints.held_config import config_of, meta_of
     from visdet.engine.checkpoints.score_thresholds import measured_thresholds, told_thresholds
+    from visdet.engine.config.checks import data_preprocessor_of
     from visdet.engine.config.load import given_dataset
     from visdet.errors import UserError, listed
 
@@ -58,11 +59,10 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
         cfg = config_of(content, path, trust)
     except UserError as error:
         return rows | {"config": error}
-    of_model = cfg.model.get
-    rows["config"] = f"{cfg.filename}, model {of_model('type')}"
+    rows["config"] = f"{cfg.filename}, model {cfg.model.get('type')}"
     for number, step in enumerate(given_dataset(cfg, "test").get("pipeline") or (), 1):
         rows[f"step {number}"] = _text(step)
-    rows["then"] = _text(of_model("data_preprocessor") or cfg.get("data_preprocessor") or {})
+    rows["then"] = _text(data_preprocessor_of(cfg))
     return rows
 
 

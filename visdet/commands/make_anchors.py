@@ -143,13 +143,15 @@ def frames_of_config(given: str) -> tuple:
 
 def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str]]":
     """Yield the kind, number and file of the anchors of the head of a config."""
+    from visdet.engine.config.checks import section_of
+
     tasks = head.get("task_config") or {"with_det": True, "with_map": True, "with_motion_plan": True}
 
     def part_of(task: str) -> dict:
-        return head.get(f"{task}_head") or {} if tasks.get(f"with_{task}") else {}
+        return section_of(head, f"{task}_head") if tasks.get(f"with_{task}") else {}
 
     for kind, part in (("det", head if "instance_bank" in head else part_of("det")), ("map", part_of("map"))):
-        bank = part.get("instance_bank") or {}
+        bank = section_of(part, "instance_bank")
         file = bank.get("anchor")
         if isinstance(file, str):
             yield kind, bank["num_anchor"], file

@@ -1,12 +1,12 @@
 """Errors of the tools. A user's mistake ends in a message without a traceback, any other error in a traceback."""
 
 import difflib
-import errno
 import logging
 import os
 import re
 import traceback
 from collections.abc import Iterable
+from errno import EACCES, EDQUOT, EISDIR, EMFILE, ENAMETOOLONG, ENFILE, ENOMEM, ENOSPC, EPERM, EROFS
 
 from visdet.errors import ConfigError, UserError, hints_of
 
@@ -21,12 +21,12 @@ __all__ = [
 
 _LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"  # as mmengine's
 # What a file or a disk of the user refuses is no bug, wherever it is met.
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
-_OF_HANDLES = {errno.EMFILE, errno.ENFILE}
+_OF_THE_DISK = {ENOSPC, EDQUOT}
+_OF_HANDLES = {EMFILE, ENFILE}
 _OF_MEMORY = re.compile(
     "(can't|cannot) allocate memory|out of memory", re.IGNORECASE
 )  # as torch and CUDA say it
-_OF_A_FILE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG}
+_OF_A_FILE = {EACCES, EPERM, EROFS, EISDIR, ENAMETOOLONG}
 _IN_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
 
 
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of the machine or of a GPU does not suffice."""
     of_torch = isinstance(error, RuntimeError) and bool(_OF_MEMORY.search(str(error)))
-    return isinstance(error, MemoryError) or of_torch or getattr(error, "errno", None) == errno.ENOMEM
+    return isinstance(error, MemoryError) or of_torch or getattr(error, "errno", None) == ENOMEM
 
 
 def _of_memory(error: BaseException) -> str:

@@ -1,18 +1,18 @@
 """Checkpoint files, which are written as a whole or not at all, and read without running any code from the file."""
 
 import hashlib
-import io
 import os
 import pickle
 import re
 import sys
-import zipfile
 from http.client import HTTPException
 from importlib.util import find_spec
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlparse
 from urllib.request import Request, urlopen
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from mmengine.runner import (
@@ -69,7 +69,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
         InvalidTypeError: the checkpoint holds a value of another type (see :func:`to_plain`). Nothing is written then.
         UnwrittenFileError: the file cannot be written, for example because the disk is full.
     """
-    buffer = io.BytesIO()
+    buffer = BytesIO()
     torch.save(to_plain(checkpoint, "checkpoint"), buffer)
     write_atomically(path, buffer.getbuffer())
 
@@ -122,7 +122,7 @@ def _content_of(path: str, source: str, map_location: Any, trust: bool) -> dict[
     except OSError as error:
         raise _not_now(source, error) from error
     try:
-        with io.BufferedReader(disk) as file:
+        with BufferedReader(disk) as file:
             content = _read(file, map_location, trust)
     except Exception as error:  # torch.load raises errors of every type for a file that is not a checkpoint.
         if disk.failure is not None:
@@ -168,7 +168,7 @@ def _exists(name: str) -> bool:
     return True
 
 
-class _DiskFile(io.FileIO):
+class _DiskFile(FileIO):
     """A file that keeps an error of the disk, because zipfile would report it as an error in the content."""
 
     failure: OSError | None = None
@@ -234,8 +234,8 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
     CheckpointLoader.register_scheme(("", *URL_SCHEMES), load_from_file_or_url, force=True)
 
 
-def _read(file: "io.BufferedReader[Any]", map_location: Any, trust: bool) -> Any:
-    is_archive = zipfile.is_zipfile(file)
+def _read(file: "BufferedReader[Any]", map_location: Any, trust: bool) -> Any:
+    is_archive = is_zipfile(file)
     if is_archive:
         _check_archive(file)
     file.seek(0)
@@ -246,9 +246,9 @@ def _read(file: "io.BufferedReader[Any]", map_location: Any, trust: bool) -> Any
 
             return load(file.read())
         if start.startswith(b"PK"):
-            raise zipfile.BadZipFile("its end is missing")
+            raise BadZipFile("its end is missing")
         if reason := start_of_other_file(start):
-            raise zipfile.BadZipFile(f"it {reason}")
+            raise BadZipFile(f"it {reason}")
     if trust:
         return torch.load(file, map_location=map_location, weights_only=False)
     return load_restricted(file, map_location=map_location)
@@ -257,12 +257,12 @@ def _read(file: "io.BufferedReader[Any]", map_location: Any, trust: bool) -> Any
 def _check_archive(file: BinaryIO) -> None:
     """Compare the parts of an archive with their checksums, which ``torch.load`` ignores."""
     size = file.seek(0, os.SEEK_END)
-    with zipfile.ZipFile(file) as archive:
+    with ZipFile(file) as archive:
         # torch.save does not compress.
         if sum(part.file_size for part in archive.infolist()) > size:
-            raise zipfile.BadZipFile("its parts say that they are larger than the file")
+            raise BadZipFile("its parts say that they are larger than the file")
         if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
+            raise BadZipFile(f"the checksum of its part {damaged} is wrong")
 
 
 def _address_of(path: str) -> str | None:

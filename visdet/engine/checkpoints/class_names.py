@@ -76,7 +76,7 @@ def matched_by_name(
         keys = [key for key in rows.get(kind, ()) if _has_rows(weights.get(key), known or names)]
         if known is None:
             if keys:
-                _warn(
+                warn(
                     f"checkpoint {source} names no {kind}. Its rows are taken for {listed(names)}, in this order"
                 )
             continue
@@ -94,7 +94,7 @@ def matched_by_name(
                 f"rows that belong to them by class_rows. {both}"
             )
         begins = f", and those of {unknown} begin anew" if new else ""
-        _warn(
+        warn(
             f"checkpoint {source} has other {kind} or another order. Its rows are taken by name{begins}. {both}"
         )
         expected = model.state_dict()
@@ -121,7 +121,8 @@ def _rows_by_name(value: Tensor, known: Sequence[str], names: Sequence[str], own
     return result
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Write a warning to the log of the run."""
     print_log(message, logger="current", level=logging.WARNING)
 
 

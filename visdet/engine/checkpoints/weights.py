@@ -1,6 +1,5 @@
 """Loading of weights into a model, with a report if they do not fit."""
 
-import logging
 import re
 import warnings
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from ..config.build_errors import build_model
 from ..config.files import read_config
 from ..config.packaged import packaged_configs
 from ..errors import CheckpointError
+from .class_names import warn
 from .published import converted, revised
 
 MODULE_PREFIX = ((r"^module\.", ""),)  # what a wrapper of a model puts before the names of its weights
@@ -64,7 +64,7 @@ def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -
         raise CheckpointError(
             f"{report}. Use another checkpoint, or load this one by `--cfg-options allow_nonfinite_weights=True`."
         )
-    print_log(report, logger="current", level=logging.WARNING)
+    warn(report)
 
 
 def own_names(
@@ -142,7 +142,7 @@ def load_weights(
         report += f". The others begin anew: {_told(others, 10)}"
     else:
         report += f", and the others begin anew.\n{_advice_for(state_dict)}"
-    print_log(report, logger="current", level=logging.WARNING)
+    warn(report)
     if lists_all:
         print_log(f"what does not fit: {_told(others, total + len(weights))}", logger="current")
 

@@ -76,6 +76,11 @@ def section_of(cfg: Any, name: str) -> Any:
     return cfg.get(name) or {}
 
 
+def data_preprocessor_of(cfg: Any) -> Any:
+    """Return the ``data_preprocessor`` of the model of a config, or else that of the config itself."""
+    return section_of(section_of(cfg, "model"), "data_preprocessor") or section_of(cfg, "data_preprocessor")
+
+
 def check_sections(cfg: Any) -> None:
     """Check the types of the sections of a config.
 

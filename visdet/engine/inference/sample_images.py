@@ -11,6 +11,8 @@ from visdet.files.images import MAX_PIXELS
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 
+from ..config.checks import data_preprocessor_of
+
 
 def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarray:
     """Return what the predictions of a sample are drawn on: the image or the views.
@@ -57,5 +59,4 @@ def is_bgr(cfg: Config) -> bool:
     The result follows from the data preprocessor's ``bgr_to_rgb``. If that does not match the pipeline, the colours
     of the pictures are wrong.
     """
-    preprocessor = cfg.get("model", {}).get("data_preprocessor") or cfg.get("data_preprocessor") or {}
-    return bool(preprocessor.get("bgr_to_rgb", False))
+    return bool(data_preprocessor_of(cfg).get("bgr_to_rgb", False))
