@@ -184,7 +184,7 @@ def _check_number(
 ) -> Any:
     """Return the number or the numbers. Raise an error unless each is as declared."""
     numbers: Any = given
-    if not isinstance(given, _REAL) and hasattr(given, "tolist") and not getattr(given, "is_meta", False):
+    if hasattr(given, "tolist") and not getattr(given, "is_meta", False):
         numbers = given.tolist()
     are_several = isinstance(numbers, (list, tuple))
     types, most_digits = (_INTEGER, 31) if kind == "integer" else (_REAL, 63)
