@@ -221,9 +221,7 @@ CASES = [
         inputs.convolved,
         dict(shape=STAGE, modulated=False),
         lambda x, offset, weight: ops.deform_conv2d(x, offset, weight, 1, 1),
-        lambda x, offset, weight: deform_conv2d_reference(
-            x, offset, None, weight, None, (1, 1), (1, 1), (1, 1), 1
-        ),
+        lambda x, offset, weight: deform_conv2d_reference(x, offset, None, weight, (1, 1), (1, 1), (1, 1), 1),
         differentiable={"input": 0, "offset": 1, "weight": 2},
         outputs=2 * 256 * 50 * 76,
         torchvision=lambda tv: lambda x, offset, weight: tv.deform_conv2d(x, offset, weight, padding=1),
@@ -236,7 +234,7 @@ CASES = [
         dict(shape=STAGE, modulated=True),
         lambda x, offset, mask, weight: ops.modulated_deform_conv2d(x, offset, mask, weight, None, 1, 1),
         lambda x, offset, mask, weight: deform_conv2d_reference(
-            x, offset, mask, weight, None, (1, 1), (1, 1), (1, 1), 1
+            x, offset, mask, weight, (1, 1), (1, 1), (1, 1), 1
         ),
         differentiable={"input": 0, "offset": 1, "mask": 2, "weight": 3},
         outputs=2 * 256 * 50 * 76,

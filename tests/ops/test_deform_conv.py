@@ -67,7 +67,7 @@ class Case(NamedTuple):
         return torch.ops.visdet.deform_conv2d(*tensors, *self.settings, self.step)
 
     def reference(self, *tensors):
-        return deform_conv2d_reference(*tensors, None, *self.settings)
+        return deform_conv2d_reference(*tensors, *self.settings)
 
     def tensors(self, dtype, device):
         """Return input, offset, mask and weight."""
@@ -182,7 +182,7 @@ def _deformed_reference(
     bias: Tensor | None = None,
 ) -> Tensor:
     return deform_conv2d_reference(
-        input, offset, mask, weight, bias, stride, padding, dilation, deform_groups
+        input, offset, mask, weight, stride, padding, dilation, deform_groups, bias=bias
     )
 
 
@@ -272,7 +272,7 @@ def test_plain_torch_counts_pixels_beyond_float32():
     x = torch.zeros(1, 1, 4100, 4100)
     x[0, 0, -1, -1] = 5  # the pixel 16809999, which float32 cannot count
     out = deform_conv2d_reference(
-        x, torch.zeros(1, 2, 2, 2), None, torch.ones(1, 1, 1, 1), None, (4099, 4099), (0, 0), (1, 1), 1
+        x, torch.zeros(1, 2, 2, 2), None, torch.ones(1, 1, 1, 1), (4099, 4099), (0, 0), (1, 1), 1
     )
     assert out.flatten().tolist() == [0, 0, 0, 5]
 

@@ -13,6 +13,8 @@ __all__ = [
     "MAP",
     "ROTATED",
     "UPRIGHT",
+    "Corners",
+    "blended",
     "bounded_rois",
     "bounds_of",
     "check_samples",
@@ -112,8 +114,12 @@ def bounds_of(
     return -_smaller(reach / spatial_scale, most), _smaller((side + reach) / spatial_scale, most)
 
 
-def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both indices, the weight of the upper one, and whether the sample counts (-1 <= position <= size)."""
+# [n, K] each: the two indices next to samples along an axis, the weight of the upper one, and whether a sample counts
+Corners = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _corners(position: Tensor, size: int) -> Corners:
+    """Return the corners of samples that are clamped to the map and count if -1 <= position <= size."""
     counts = (position >= -1) & (position <= size)
     position = torch.where(counts, position, 0).clamp(min=0)
     low = position.detach().floor().long().clamp(max=size - 1)
@@ -126,13 +132,24 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
     """Return the samples [n, K, C] at y, x [n, K] of the maps from ``first_row`` [n] on in rows [B * H * W, C]."""
     if rows.numel() == 0 or y.numel() == 0:
         return rows.new_zeros(*y.shape, rows.shape[1]) + empty_sum(rows)
-    y0, y1, fy, y_counts = _corners(y, H)
-    x0, x1, fx, x_counts = _corners(x, W)
+    return blended(rows, first_row, _corners(y, H), _corners(x, W), W)
+
+
+def blended(
+    rows: Tensor,  # [R, C]
+    first_row: Tensor,  # [n]
+    corners_y: Corners,
+    corners_x: Corners,
+    W: int,
+) -> Tensor:  # [n, K, C]
+    """Return the sums of four rows each, weighted for bilinear interpolation, or 0 where a sample does not count."""
+    y0, y1, fy, y_counts = corners_y
+    x0, x1, fx, x_counts = corners_x
     counts = y_counts & x_counts
     total = rows.new_zeros(())
     for row, wy in ((y0, 1 - fy), (y1, fy)):
         for column, wx in ((x0, 1 - fx), (x1, fx)):
-            values = rows[(first_row[:, None] + row * W + column).flatten()].view(*y.shape, -1)
+            values = rows[first_row[:, None] + row * W + column]
             total = total + (wy * wx)[..., None] * values
     return torch.where(counts[..., None], total, 0)  # A product with 0 would keep NaN.
 
@@ -155,13 +172,12 @@ def _pool_samples(
     """Return the mean, or the maximum, of the samples of each bin. A bin without samples gives 0."""
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
-    output = input.new_zeros(N, PH * PW, C)
-    nothing = empty_sum(input, origin)
-    if output.numel() == 0 or input.numel() == 0:
-        return output.transpose(1, 2).reshape(N, C, PH, PW) + nothing
+    output = input.new_zeros(N, PH * PW, C) + empty_sum(input, origin)
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
     parts, members_of_parts = [], []
-    for down, across, all_members in _groups(grid):
+    # What the grid holds is not read where there is nothing to sample.
+    groups = _groups(grid) if input.numel() > 0 and output.numel() > 0 else ()
+    for down, across, all_members in groups:
         if down <= 0 or across <= 0:
             continue
         per_region = PH * PW * down * across * C
@@ -192,8 +208,6 @@ def _pool_samples(
             members_of_parts.append(members)
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output))
-    else:
-        output = output + nothing
     return output.transpose(1, 2).reshape(N, C, PH, PW)
 
 

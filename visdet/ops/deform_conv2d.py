@@ -1,14 +1,15 @@
 """Deformable convolution, in which each tap of the kernel reads the map at a learnt offset from its position."""
 
 import functools
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_that, is_index, numbers_to, pair
+from ._arguments import check_that, numbers_to, pair
 from ._declared import declared
+from ._roi_sampling import Corners, blended
 
 __all__ = ["Pair", "convolve", "deform_conv2d", "deform_conv2d_reference"]
 
@@ -140,27 +141,23 @@ def convolve(
     return output.to(offset)
 
 
-def _in_plain_torch(
-    input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *settings: Any
-) -> Tensor:
-    return deform_conv2d_reference(input, offset, mask, weight, None, *settings[:4])
-
-
 def deform_conv2d_reference(
     input: Tensor,  # [B, C, H, W]
     offset: Tensor,  # [B, G * 2 * KH * KW, H', W']
     mask: Tensor | None,  # [B, G * KH * KW, H', W']
     weight: Tensor,  # [C', C / groups, KH, KW]
-    bias: Tensor | None,  # [C']
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
+    stride: Size,
+    padding: Size,
+    dilation: Size,
     deform_groups: int,
+    im2col_step: int = 32,
+    bias: Tensor | None = None,  # [C']
 ) -> Tensor:  # [B, C', H', W']
     """Return what ``modulated_deform_conv2d`` returns, in plain torch: the definition kernels are tested against.
 
     It gathers the columns of im2col at the positions of the taps and multiplies them by the weight. It computes in
-    float32 at least, because 16 bits do not hold a position in a map. The result has the type of ``input``.
+    float32 at least, because 16 bits do not hold a position in a map. The result has the type of ``input``. It ignores
+    ``im2col_step``, and a sample at or beyond -1, H or W is 0 and has no gradient.
     """
     dtype = torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32))
     G, (B, C, H, W), KH, KW = deform_groups, input.shape, *weight.shape[2:]
@@ -172,8 +169,13 @@ def deform_conv2d_reference(
     )  # [KH, H'], [KW, W']
     y, x = offset.to(dtype).reshape(B * G, KH, KW, 2, height, width).unbind(3)
     y, x = (y + tap_y[:, None, :, None]).flatten(1), (x + tap_x[:, None]).flatten(1)
-    maps = input.to(dtype).reshape(B * G, C // G, H, W)
-    columns = _bilinear(maps, y, x).view(B, G, C // G, KH * KW, height * width)
+    maps = F.pad(input.to(dtype).reshape(B * G, C // G, H, W), (1, 1, 1, 1))  # The pixels outside are 0.
+    rows = maps.permute(0, 2, 3, 1).flatten(0, 2)
+    first_row = numbers_to(B * G, input) * maps.shape[2:].numel()
+    samples = blended(
+        rows, first_row, _corners(y, H), _corners(x, W), W + 2
+    )  # [B * G, KH * KW * H' * W', C / G]
+    columns = samples.mT.reshape(B, G, C // G, KH * KW, height * width)
     if mask is not None:
         columns = columns * mask.to(dtype).reshape(B, G, 1, KH * KW, height * width)
     groups = C // weight.shape[1]
@@ -183,27 +185,13 @@ def deform_conv2d_reference(
     return (output if bias is None else output + bias.to(dtype)[:, None, None]).to(input)
 
 
-def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Return the samples [M, c, K] of maps [M, c, H, W] at y, x [M, K]. Pixels outside are 0.
-
-    A sample at or beyond -1, H or W is 0 and has no gradient.
-    """
-    H, W = maps.shape[2:]
-    counts = (y > -1) & (y < H) & (x > -1) & (x < W)
-    y, x = torch.where(counts, y, 0), torch.where(counts, x, 0)
-    y0, x0 = y.detach().floor(), x.detach().floor()
-    fy, fx = y - y0, x - x0
-    flat = maps.flatten(2)
-    total = flat.new_zeros(())
-    for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
-        for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
-            is_inside = counts & is_index(row, H) & is_index(column, W)
-            # float32 is not exact beyond 2^24.
-            index = torch.where(is_inside, row.long() * W + column.long(), 0)
-            index = index[:, None].expand(-1, flat.shape[1], -1)
-            corner_weight = torch.where(is_inside, wy * wx, 0)
-            total = total + flat.gather(2, index) * corner_weight[:, None]
-    return total
+def _corners(position: Tensor, size: int) -> Corners:
+    """Return the corners, in a map with one more pixel at each end, of samples that count if -1 < position < size."""
+    counts = (position > -1) & (position < size)
+    position = torch.where(counts, position, 0)
+    low = position.detach().floor()
+    index = low.long() + 1
+    return index, index + 1, position - low, counts
 
 
 _deform_conv2d = _registration.differentiable(
@@ -211,8 +199,8 @@ _deform_conv2d = _registration.differentiable(
     "input [B, O, HO, WO]",
     layouts={"input": "[B, C, H, W]", "offset": "[B, K, HO, WO]", "weight": "[O, I, KH, KW]"},
     gradient=functools.partial(
-        _registration.Gradient, reference=_in_plain_torch, computed_with={"mask": "offset"}
+        _registration.Gradient, reference=deform_conv2d_reference, computed_with={"mask": "offset"}
     ),
-    elsewhere=_in_plain_torch,
+    elsewhere=deform_conv2d_reference,
     needs_library=False,
 )
