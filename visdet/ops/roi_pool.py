@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import constant, is_index, numbers_to, pair
+from ._arguments import constant, empty_sum, is_index, numbers_to, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
+from .tracing import gradients_of
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
@@ -81,12 +82,19 @@ def roi_pool_reference(
         if (width := right - left) > 0 and bottom > top:
             first = values[int(rois[n, 0]), :, top:bottom, left:right].flatten(1).argmax(1)
             argmax[n, :, p, q] = (first // width + top) * W + first % width + left
-    image = torch.where(is_region, rois[:, 0], 0).long()
-    channel = numbers_to(C, input)[:, None, None]
+    return _picked(input, rois, argmax), argmax.int()
+
+
+def _picked(input: Tensor, rois: Tensor, argmax: Tensor) -> Tensor:
+    """Return the pixel of each bin's maximum, or 0 where it is none."""
+    B, C, H, W = input.shape
     if input.numel() == 0:
-        return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
-    pooled = input.flatten(2)[image[:, None, None, None], channel, argmax.clamp(min=0)]
-    return torch.where(argmax >= 0, pooled, 0), argmax.int()
+        return input.new_zeros(argmax.shape) + empty_sum(input)
+    is_of_batch = is_image(rois[:, 0], B)
+    image = torch.where(is_of_batch, rois[:, 0], 0).long()[:, None, None, None]
+    channel = numbers_to(C, input)[:, None, None]
+    pixels = input.flatten(2)[image, channel, argmax.long().clamp(0, H * W - 1)]
+    return torch.where(is_index(argmax, H * W) & is_of_batch[:, None, None, None], pixels, 0)
 
 
 def _bins(start: Tensor, end: Tensor, count: int, size: int) -> list[list[list[int]]]:
@@ -120,16 +128,10 @@ def roi_pool_gradient(
         return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
     # torch's ordered accumulation is slower than atomic additions.
     B, H, W = sizes
-    C = grad_output.shape[1]
-    grad = rois.new_zeros(B * C * H * W)
-    if grad.numel() == 0:
-        return grad.view(B, C, H, W)
-    is_of_batch = is_image(rois[:, 0], B)
-    image = torch.where(is_of_batch, rois[:, 0], 0).long()
-    first = image[:, None] * C + numbers_to(C, rois)  # [N, C]
-    index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
-    counted = torch.where(is_index(argmax, H * W) & is_of_batch[:, None, None, None], grad_output.to(grad), 0)
-    return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
+    input = rois.new_zeros(()).expand(B, grad_output.shape[1], H, W)
+    gradient, *_ = gradients_of(_picked, grad_output.to(rois), (input, rois, argmax), (True, False, False))
+    assert gradient is not None
+    return gradient
 
 
 _roi_pool = _registration.differentiable(
