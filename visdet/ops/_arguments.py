@@ -10,7 +10,6 @@ from torch import Tensor
 __all__ = [
     "as_tensor",
     "check_device",
-    "check_layout",
     "check_numbers",
     "check_tensor",
     "check_that",
@@ -24,6 +23,7 @@ __all__ = [
     "numbers_to",
     "pair",
     "places_in_groups",
+    "starts_of",
     "widened",
 ]
 
@@ -77,16 +77,6 @@ _EXPECTED = {
 }
 
 
-def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
-    """Raise a ValueError unless the tensor has these sizes, where None stands for any size."""
-    check_tensor(op, name, tensor)
-    fits = tensor.dim() == len(sizes)
-    # torch.compile of torch 2.11 takes `size not in (None, given)` for true where `given` is symbolic.
-    for size, given in zip(sizes, tensor.shape, strict=False):
-        fits = fits and (size is None or size == given)
-    check_that(fits, op, name, "be {}", tensor, expected)
-
-
 def as_tensor(values: Any) -> Any:
     """Return a NumPy array of any strides and byte order, also a read-only one, as a tensor, and others as they are."""
     if isinstance(values, Tensor) or not hasattr(values, "astype"):
@@ -135,9 +125,14 @@ def empty_sum(*tensors: Tensor) -> Any:
     return sum(tensor[:0].sum() for tensor in tensors)
 
 
+def starts_of(counts: Tensor) -> Tensor:  # [G] -> [G]
+    """Return the first place of each group, where ``counts`` are the sizes of groups that follow one another."""
+    return counts.cumsum(0) - counts
+
+
 def places_in_groups(groups: Tensor, counts: Tensor) -> Tensor:  # [N], [G] -> [N]
     """Return the place of each row within its group, where ``groups`` rise and ``counts`` are the sizes of all."""
-    return numbers_to(len(groups), groups) - (counts.cumsum(0) - counts)[groups]
+    return numbers_to(len(groups), groups) - starts_of(counts)[groups]
 
 
 def integer_table(
@@ -152,27 +147,22 @@ def integer_table(
     Raises:
         TypeError: ``table`` is neither a tensor of integers nor such a sequence.
     """
+    numbers: Any = table
+    problem: Exception | None = None
     if isinstance(table, Tensor):
         check_tensor(operator, name, table)
-        # A tensor of no numbers is mostly made from an empty list and has float32.
-        if table.numel() > 0 and table.dtype not in _INTEGERS:
-            raise TypeError(
-                f"{operator}: {name} must be an integer tensor or {expected}, got a tensor of {table.dtype}"
-            )
-        if table.is_meta and not beside.is_meta:
-            raise RuntimeError(
-                f"{operator}: {name} must be on {beside.device} or the CPU, got {table.device}"
-            )
-        return table.to(torch.int64)
-    problem: Exception | None = None
-    try:
-        numbers = torch.tensor(table, device="cpu")
-        # A list of no numbers makes a tensor of float32.
-        if numbers.numel() == 0 or numbers.dtype in _INTEGERS:
-            return numbers.to(torch.int64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        problem = error
-    raise TypeError(f"{operator}: {name} must be an integer tensor or {expected}, got {table!r}") from problem
+    else:
+        try:
+            numbers = torch.tensor(table, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+    # A tensor of no numbers is mostly made from an empty list and has float32.
+    if problem or (numbers.numel() > 0 and numbers.dtype not in _INTEGERS):
+        got = f"a tensor of {table.dtype}" if isinstance(table, Tensor) else repr(table)
+        raise TypeError(f"{operator}: {name} must be an integer tensor or {expected}, got {got}") from problem
+    if numbers.is_meta and not beside.is_meta:
+        raise RuntimeError(f"{operator}: {name} must be on {beside.device} or the CPU, got {numbers.device}")
+    return numbers.to(torch.int64)
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

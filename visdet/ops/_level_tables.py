@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._arguments import integer_table
+from ._arguments import integer_table, starts_of
 from ._library import CONSTANTS
 
 __all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
@@ -15,8 +15,7 @@ MAX_HOST_LEVELS = CONSTANTS.get("max_host_levels", 0)
 
 def level_starts_of(level_shapes: Tensor) -> Tensor:
     """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
-    areas = level_shapes.prod(1)
-    return areas.cumsum(0) - areas
+    return starts_of(level_shapes.prod(1))
 
 
 def level_tables(
@@ -44,7 +43,7 @@ def level_tables(
     else:
         starts = integer_table("ms_deform_attn", "level_starts", level_starts, expected, value)
     if value.is_cuda:
-        if shapes.shape[:1].numel() > MAX_HOST_LEVELS:
+        if shapes.shape[0] > MAX_HOST_LEVELS:
             shapes = shapes.to(value.device, non_blocking=True)
             starts = starts.to(value.device, non_blocking=True)
     elif value.device.type == "cpu":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_that, integer_table, widened
+from ._arguments import check_that, integer_table, starts_of, widened
 from ._declared import declared
 
 __all__ = [
@@ -164,8 +164,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         shapes += [[list(level.shape[-2:]) for level in maps]] * V
     level_shapes = torch.tensor(shapes, dtype=torch.int64, device="cpu")
     level_shapes = level_shapes.view(-1, len(groups[0]), 2)
-    areas = level_shapes.prod(-1).flatten()
-    level_starts = (areas.cumsum(0) - areas).view(level_shapes.shape[:2])
+    level_starts = starts_of(level_shapes.prod(-1).flatten()).view(level_shapes.shape[:2])
     return [torch.cat(flat, 1), level_shapes, level_starts]
 
 

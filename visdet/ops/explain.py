@@ -192,9 +192,8 @@ def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
     """Return a tensor of the same sizes, strides and alignment on the meta device. Other values do not change."""
     if isinstance(value, (list, tuple)):
         return type(value)(_without_data(item, name, needs_grad) for item in value)
-    is_host_table = isinstance(value, Tensor) and name.startswith("level_") and value.device.type == "cpu"
-    if not isinstance(value, Tensor) or is_host_table:
-        return value
+    if not isinstance(value, Tensor) or (value.is_cpu and name.startswith("level_")):
+        return value  # Level tables on the host stay there.
     offset = 0 if value.is_meta else value.data_ptr() % 16 // value.element_size()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     memory = torch.empty(offset + max(extent, 0), dtype=value.dtype, device="meta")
@@ -235,6 +234,5 @@ class _Planner(TorchDispatchMode):
     """Passes calls of ``visdet::`` operators to the CUDA library, which notes the kernels that it would launch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "visdet" and (planned := _plan_operator(func)) is not None:
-            return planned(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        planned = _plan_operator(func) if func.namespace == "visdet" else None
+        return (planned or func)(*args, **(kwargs or {}))

@@ -69,9 +69,8 @@ def sigmoid_focal_loss_reference(
     logits = widened(input, input)
     is_target = target[:, None] == numbers_to(logits.shape[1], logits)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
-    one_hot = is_target.to(logits)
-    balance = alpha * one_hot + (1 - alpha) * (1 - one_hot)
-    loss = balance * against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
+    loss = against.sigmoid().pow(gamma) * -F.logsigmoid(-against)
+    loss = torch.where(is_target, alpha * loss, (1 - alpha) * loss)
     if weight.numel() > 0:
         loss = loss * _weight_of_target(weight, target)[:, None]
     return loss.to(input)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import is_index, numbers_to
+from ._arguments import is_index, numbers_to, starts_of
 from .tracing import gradients_of
 
 __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
@@ -86,8 +86,7 @@ def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) ->
     """Return what ``stacked_indices`` returns, in plain torch."""
     sizes, groups = sizes.long(), groups.long()
     cloud = numbers_to(len(groups), groups).repeat_interleave(groups)[:, None]
-    start = sizes.cumsum(0) - sizes
-    return torch.where(is_index(indices, sizes[cloud]), indices + start[cloud], -1)
+    return torch.where(is_index(indices, sizes[cloud]), indices + starts_of(sizes)[cloud], -1)
 
 
 _gather_points = _registration.differentiable(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import constant, exact
+from ._arguments import constant, exact, floating
 from ._declared import declared
 from .box_iou_rotated import overlaps
 from .nms import kept_indices
@@ -64,7 +64,7 @@ def boxes_iou3d(
     union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
     is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)
     iou = torch.where(shared == 0, 0.0, shared / union).masked_fill(~is_number, torch.nan)
-    return iou.to(boxes_a.dtype if boxes_a.is_floating_point() else torch.float32)
+    return iou.to(floating(boxes_a))
 
 
 @declared(boxes="real [N, 7]", scores="real [N]", iou_threshold="number")

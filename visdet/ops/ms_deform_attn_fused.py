@@ -71,7 +71,7 @@ def ms_deform_attn_fused(
     D-FINE's (arXiv 2410.13842), and the same as theirs where the levels have equally many.
     """
     shapes, starts = level_tables(value, level_shapes, level_starts)
-    B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
+    B, L = value.shape[0], shapes.shape[0]
     # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
     reference_points = widened(reference_points, value)
     if reference_points.dim() == 4:

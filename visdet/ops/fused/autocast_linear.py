@@ -33,9 +33,7 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None) ->
     dtype = torch.get_autocast_dtype("cuda")
     if dtype not in _HALVES or input.dtype not in (torch.float32, dtype):
         return False
-    if not all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias)):
-        return False
-    return weight.dim() == 2 and weight.shape[1] == channels and bias.shape == weight.shape[:1]
+    return all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias))
 
 
 def _is_trained_in_float32(parameter: Tensor, device: torch.device) -> bool:

@@ -1,9 +1,8 @@
 """Overlaps of axis-aligned boxes."""
 
-import torch
 from torch import Tensor
 
-from .._arguments import check_that, empty_sum, widened
+from .._arguments import check_that, empty_sum, floating, widened
 from .._declared import declared
 from ..nms import areas_of
 
@@ -45,14 +44,14 @@ def bbox_overlaps(
     M, N = bboxes1.shape[0], bboxes2.shape[0]
     expected = "be [{}, 4] as bboxes1 where aligned"
     check_that(not aligned or M == N, "bbox_overlaps", "bboxes2", expected, bboxes2, M)
-    given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
+    bboxes1 = floating(bboxes1)
     if M * N == 0:
-        nothing = empty_sum(bboxes1, bboxes2).to(given)
-        return bboxes1.new_zeros(M if aligned else (M, N), dtype=given) + nothing
+        nothing = empty_sum(bboxes1, bboxes2).to(bboxes1)
+        return bboxes1.new_zeros(M if aligned else (M, N)) + nothing
     first, second = widened(bboxes1, bboxes1), widened(bboxes2, bboxes1)
     if not aligned:
         first = first[:, None]
     shared, whole, others = areas_of(first, second, offset)
     if mode == "iou":
         whole = whole + others - shared
-    return (shared / whole.clamp(min=offset)).to(given)
+    return (shared / whole.clamp(min=offset)).to(bboxes1)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import check_layout, check_that, widened
+from .._arguments import check_that, widened
 from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
@@ -62,8 +62,9 @@ def bias_act(
     """
     value = widened(input, input)
     if bias is not None:
-        check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])
-        value = value + bias.to(value).view([-1 if i == dim else 1 for i in range(input.dim())])
+        C = input.shape[dim]
+        check_that(len(bias) == C, "bias_act", "bias", "be [{}]", bias, C)
+        value = (value.movedim(dim, -1) + bias.to(value)).movedim(-1, dim)
     value = _activated(value, act, alpha) * gain
     return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input)
 
@@ -112,7 +113,7 @@ def upfirdn2d(
         )
         rest = (1, up[1]), (1, down[1]), (0, 0, *padding[2:])
         return upfirdn2d(once, filter[:, None], *rest, flip_filter, gain)
-    check_layout("upfirdn2d", "filter", filter, "[FH, FW]", None, None)
+    check_that(filter.dim() == 2, "upfirdn2d", "filter", "be [FH, FW]", filter)
     B, C, H, W = input.shape
     spread = F.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
     padded = F.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import check_layout, check_that, is_index, numbers_to, widened
+from .._arguments import check_that, is_index, numbers_to, widened
 from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
@@ -37,8 +37,8 @@ def psa_mask(
     Source: Paper "PSANet" (Zhao et al.). The signature is mmcv's.
     """
     MH, MW = mask_size
-    check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
-    B, _, H, W = input.shape
+    B, M, H, W = input.shape
+    check_that(M == MH * MW, "psa_mask", "input", "be [B, {}, H, W]", input, MH * MW)
     y, x = numbers_to(H, input), numbers_to(W, input)
     # Rows and columns of the mask of each second pixel in which the first one is, [H, H] and [W, W].
     row, column = y[:, None] - y + (MH - 1) // 2, x[:, None] - x + (MW - 1) // 2

@@ -235,8 +235,7 @@ def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
         spans = (sy < py) != (ty < py)
         x = sx + (py - sy) * (tx - sx) / (ty - sy)
         is_decided = ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
-        for i in range(1, 4):  # a point on a side is decided for the later ones, too
-            is_decided[i] |= is_decided[i - 1]
+        is_decided = is_decided.cummax(0).values  # A point on a side is decided for the later ones, too.
         crossings = spans & (x > px) & ~is_decided
         inside[rows] = (crossings.sum(0) % 2).to(inside)
     return inside
@@ -287,15 +286,15 @@ def squared_distances(
     xyz1: Tensor, xyz2: Tensor, nearest1: Tensor, nearest2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the squared distances of the points to those of the other set with the given indices."""
-    wide1, wide2 = (widened(points, points) for points in (xyz1, xyz2))
-    distances = []
-    for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
-        if other.shape[1]:
-            chosen = other.take_along_dim(index.long()[..., None], 1)
-            distances.append((one - chosen).square().sum(-1))
-        else:
-            distances.append(one.sum(-1) * 0)
-    return distances[0].to(xyz1), distances[1].to(xyz2)
+    wide1, wide2 = widened(xyz1, xyz1), widened(xyz2, xyz2)
+    return _distances_to(wide1, wide2, nearest1).to(xyz1), _distances_to(wide2, wide1, nearest2).to(xyz2)
+
+
+def _distances_to(points: Tensor, others: Tensor, nearest: Tensor) -> Tensor:
+    """Return the squared distance of each point to that of ``others`` with the index, or 0 if there is none."""
+    if others.shape[1] == 0:
+        return points.sum(-1) * 0
+    return (points - others.take_along_dim(nearest.long()[..., None], 1)).square().sum(-1)
 
 
 _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}

@@ -1,6 +1,7 @@
 """Points within 3-D boxes, and their features pooled over boxes."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _registration
@@ -67,13 +68,12 @@ def points_in_boxes_part(
 
 def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
     """Return what the operator ``visdet::points_in_boxes_part`` returns, in plain torch."""
-    result = points.new_full(points.shape[:2], -1, dtype=torch.int32)
-    if boxes.shape[1] == 0:
-        return result
+    result = points.new_empty(points.shape[:2], dtype=torch.int32)
     for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
-        is_inside = _places(points[:, rows], boxes)[3]
-        result[:, rows] = torch.where(is_inside.any(1), is_inside.int().argmax(1), -1).int()
-    return result
+        # Each point counts as within one more box, the last one.
+        is_inside = F.pad(_places(points[:, rows], boxes)[3].int(), (0, 0, 0, 1), value=1)
+        result[:, rows] = is_inside.argmax(1)
+    return result.masked_fill_(result == boxes.shape[1], -1)
 
 
 @declared(points="real [B, N, 3]", boxes="real [B, M, 7]")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .._arguments import (
-    check_layout,
     check_that,
     computation_dtype,
     empty_sum,
     is_index,
     numbers_to,
     places_in_groups,
+    widened,
 )
 from .._declared import check_indices, declared
 from .voxels import keys_of_rows, rows_of_keys
@@ -81,7 +81,7 @@ def get_indice_pairs(
         centered, and this one is.
     """
     D = len(out_shape)
-    check_layout("get_indice_pairs", "indices", indices, f"[N, {1 + D}]", None, 1 + D)
+    check_that(indices.shape[1:] == (1 + D,), "get_indice_pairs", "indices", "be [N, {}]", indices, 1 + D)
     if subm:
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]
@@ -176,20 +176,22 @@ def indice_conv(
     dtype = computation_dtype(features)
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
     wide = features.to(dtype)  # The gradient of an input is a sum over the taps.
-    operands = dtype if features.device.type == "cpu" else features.dtype  # as in autocast_linear
+    operands = weights.dtype
     for k, source, target in _of_each_tap(
         indice_pairs, indice_pair_num, len(features), num_activate_out, inverse
     ):
-        product = wide[source].to(operands) @ weights[k].to(operands)
+        product = wide[source].to(operands) @ weights[k]
         output = output.index_add_(0, target, product.to(dtype))
     return output.to(features) + empty_sum(features, weights)
 
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
+    """Return the weights of the taps, in the type of the operands of products."""
     K, C = len(pairs), features.shape[1]
     fits = filters.dim() >= 3 and filters.shape[-2] == C and filters.shape[:-2].numel() >= K
     check_that(fits, "indice_conv", "filters", "be [*ksize, {}, O] with {} taps", filters, C, K)
-    return filters.flatten(0, -3)[:K].to(features)
+    weights = filters.flatten(0, -3)[:K].to(features)
+    return widened(weights, weights) if features.is_cpu else weights  # as in autocast_linear
 
 
 @declared(
@@ -210,16 +212,16 @@ def indice_conv_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the features and of the filters of ``indice_conv``."""
     weights = _weights(features, filters, indice_pairs)
-    check_layout("indice_conv", "grad_output", grad_output, "[M, O]", None, weights.shape[2])
-    dtype = computation_dtype(features)
-    operands = dtype if features.device.type == "cpu" else features.dtype  # as in autocast_linear
+    fits = grad_output.shape[1] == weights.shape[2]
+    check_that(fits, "indice_conv", "grad_output", "be [M, O]", grad_output)
+    dtype, operands = computation_dtype(features), weights.dtype
     grad_features = features.new_zeros(features.shape, dtype=dtype)
     grad_weights = weights.new_zeros(filters.flatten(0, -3).shape)
     for k, source, target in _of_each_tap(
         indice_pairs, indice_pair_num, len(features), len(grad_output), inverse
     ):
         grad = grad_output[target].to(operands)
-        grad_features.index_add_(0, source, (grad @ weights[k].T.to(operands)).to(dtype))
+        grad_features.index_add_(0, source, (grad @ weights[k].T).to(dtype))
         grad_weights[k] = features[source].T.to(operands) @ grad
     return grad_features.to(features), grad_weights.view(filters.shape).to(filters)
 

@@ -15,6 +15,7 @@ from .._arguments import (
     is_index,
     numbers_to,
     places_in_groups,
+    starts_of,
     widened,
 )
 from .._declared import check_indices, declared
@@ -126,11 +127,10 @@ def hard_voxelize(
     inside = (coordinates[:, 0] >= 0).nonzero()[:, 0]
     _, voxel, count = _unique_rows(coordinates[inside])
     order = voxel.argsort(stable=True)
-    start = count.cumsum(0) - count
     rank = torch.empty_like(order)
     rank[order] = places_in_groups(voxel[order], count)
     # Voxels are numbered by their first points.
-    first = order[start]
+    first = order[starts_of(count)]
     by_first = first.argsort()
     number = by_first.argsort()
     chosen = by_first if max_voxels < 0 else by_first[:max_voxels]
