@@ -50,6 +50,7 @@ def run_process(rank, folder, family, graph):
         model, device_ids=[rank], find_unused_parameters=True, broadcast_buffers=False
     )
     graphs = GraphedLoss(model)
+    graphs.wrapper = parallel
     staged = StagedModel(model, {"loss": graphs} if graph else None)
     losses, gradients = [], []
     torch.manual_seed(rank)
