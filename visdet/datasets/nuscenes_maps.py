@@ -64,7 +64,8 @@ class NuScenesMap:
         import shapely
         from shapely.geometry.polygon import orient
 
-        half, center = self._half_size, lidar_to_world[:2, 3]
+        half = self._half_size
+        center = lidar_to_world[:2, 3]
         turn = turn_about_z(yaw_of(lidar_to_world))
         corners = shapely.get_coordinates(shapely.box(*-half, *half))
         region = shapely.Polygon(corners @ turn.T + center)
@@ -78,7 +79,7 @@ class NuScenesMap:
 
         crossings = [orient(area) for area in _merged(local(self._crossings))]
         return {
-            0: [np.array(area.exterior.coords) for area in crossings],
+            0: [shapely.get_coordinates(area.exterior) for area in crossings],
             1: _lines(local(self._dividers)),
             2: _boundaries(local(self._roads), half - _EDGE_MARGIN_M),
         }
@@ -90,23 +91,26 @@ def _merged(crossings: Any) -> list:
 
     pieces = [piece for piece in _parts(crossings, "Polygon") if piece.area > 0]
     directions = [_direction(piece) for piece in pieces]
-    tree, left = STRtree(pieces), set(range(len(pieces)))
+    tree = STRtree(pieces)
+    joined: set[int] = set()  # those that have become parts of others before them
     merged: list[Any] = []
     for index, piece in enumerate(pieces):
-        if index not in left:
+        if index in joined:
             continue
-        left.remove(index)
-        for other in sorted(tree.query(piece)):
-            if other in left and 1 - abs(directions[index] @ directions[other]) < _SAME_DIRECTION:
+        for other in sorted(tree.query(piece).tolist()):
+            is_free = other > index and other not in joined
+            if is_free and 1 - abs(directions[index] @ directions[other]) < _SAME_DIRECTION:
                 piece = piece.union(pieces[other])
-                left.remove(int(other))
+                joined.add(other)
         merged += _parts(piece, "Polygon")
     return merged
 
 
 def _direction(polygon: Any) -> np.ndarray:
     """Return the unit vector along the longer side of a polygon's smallest rectangle."""
-    sides = np.diff(np.array(polygon.minimum_rotated_rectangle.exterior.coords)[:3], axis=0)
+    from shapely import get_coordinates
+
+    sides = np.diff(get_coordinates(polygon.minimum_rotated_rectangle)[:3], axis=0)
     longest = sides[np.linalg.norm(sides, axis=1).argmax()]
     return longest / np.linalg.norm(longest)
 
@@ -138,7 +142,9 @@ def _places(tokens: Iterable[str], nodes: dict) -> list:
 
 def _lines(geometries: Any) -> list[np.ndarray]:
     """Return the lines [n, 2] of geometries."""
-    return [np.array(line.coords) for line in _parts(geometries, "LineString")]
+    from shapely import get_coordinates
+
+    return [get_coordinates(line) for line in _parts(geometries, "LineString")]
 
 
 def _parts(geometries: Any, kind: str) -> list:
