@@ -30,7 +30,7 @@ from visdet.structures.coco_json import (
     needed_corners,
 )
 
-from .transforms.base import built
+from .transforms.base import composed
 
 # The 80 categories of COCO 2017, in the order of its JSON files.
 _COCO_NAMES = """
@@ -143,7 +143,8 @@ class CocoDataset(BaseDataset):
         self._allow_no_boxes = allow_no_boxes
         self._allow_absent_classes = allow_absent_classes
         self._classes_are_chosen = "classes" in (metainfo or {})
-        self.box_type, self.angle_version = box_type, angle_version
+        self.box_type = box_type
+        self.angle_version = angle_version
         super().__init__(
             ann_file=ann_file,
             metainfo=metainfo,
@@ -152,7 +153,7 @@ class CocoDataset(BaseDataset):
             filter_cfg=filter_cfg,
             indices=indices,
             serialize_data=serialize_data,
-            pipeline=built(pipeline),  # by visdet's registry, whatever the default scope is
+            pipeline=composed(pipeline).transforms,  # by visdet's registry, whatever the default scope is
             test_mode=test_mode,
             lazy_init=lazy_init,
             max_refetch=max_refetch,
@@ -201,7 +202,8 @@ class CocoDataset(BaseDataset):
 
     def _match_categories(self, content: dict) -> dict[int | str, int]:
         """Return {category id: label}, and report classes without a category and categories without a class."""
-        classes, file = self.metainfo["classes"], self.ann_file
+        classes = self.metainfo["classes"]
+        file = self.ann_file
         categories = content["categories"]
         matched = match_categories(categories, classes, file)
         number_of = {label: number for number, label in matched.items()}
@@ -237,7 +239,8 @@ class CocoDataset(BaseDataset):
         return matched
 
     def _parse_image(self, image: dict, annotations: list, label_of_category: dict, tally: Counter) -> dict:
-        width, height, is_upright = image["width"], image["height"], self.box_type == "hbox"
+        width, height = image["width"], image["height"]
+        is_upright = self.box_type == "hbox"
         instances = []
         for annotation in annotations:
             label = label_of_category.get(annotation["category_id"])
@@ -271,7 +274,8 @@ class CocoDataset(BaseDataset):
         return corners
 
     def _report_boxes(self, tally: Counter) -> None:
-        total, clipped = tally.pop("boxes", 0), tally.pop("clipped", 0)
+        total = tally.pop("boxes", 0)
+        clipped = tally.pop("clipped", 0)
         dropped = +tally  # without what does not occur
         num_dropped = dropped.total()
         if not num_dropped and not clipped:
@@ -316,9 +320,10 @@ class CocoDataset(BaseDataset):
         names_in = functools.cache(_names_in)
         missing = []
         for record in self.data_list:
-            folder, name = os.path.split(record["img_path"])
+            path = record["img_path"]
+            folder, name = os.path.split(path)
             if "://" not in folder and name not in names_in(folder):
-                missing.append(record["img_path"])
+                missing.append(path)
         if missing:
             alike = {hint: None for path in missing[:100] if (hint := _look_alike_on_disk(Path(path)))}
             raise MissingFileError(

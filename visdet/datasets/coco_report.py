@@ -23,7 +23,8 @@ def coco_report(content: dict, folder: str, classes: Collection[str] | None = No
         classes: the classes to train on. By default, they are all categories of the file.
     """
     names = {category["id"]: category["name"] for category in content["categories"]}
-    annotations, named = content["annotations"], names.values()
+    named = names.values()
+    annotations = content["annotations"]
     images = {image["id"]: image for image in content["images"]}
     boxes = Counter(names.get(row["category_id"], "no category") for row in annotations)
     counts = listed([f"{name} {count}" for name, count in boxes.most_common()], 20)

@@ -51,7 +51,8 @@ class Key:
         Raises:
             InvalidInputError: it is missing, has another type or shape, or is not finite.
         """
-        value, name = record.get(self.name), f"{where}: {self.name}{of}"
+        name = f"{where}: {self.name}{of}"
+        value = record.get(self.name)
         if value is None or (isinstance(value, str) and not value):
             if self.beside is None or record.get(self.beside) is not None:
                 raise InvalidInputError(f"{name} is missing; it must be {self.expected()}")
@@ -84,7 +85,8 @@ class Key:
         except ValueError:  # lists of unequal lengths
             return None
         with np.errstate(invalid="ignore"):
-            is_number, is_empty = array.dtype.kind in "biuf", not array.size
+            is_number = array.dtype.kind in "biuf"
+            is_empty = not array.size
             converted = array.astype(dtype) if is_number or is_empty else array
         is_same = is_number != (dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
         for shape in map(_sizes_in, self.shapes.split(" or ")):

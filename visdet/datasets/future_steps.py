@@ -93,7 +93,8 @@ def padded_steps(paths: Sequence[np.ndarray], num_steps: int) -> tuple[np.ndarra
         num_steps: the number of all steps.
     """
     number = len(paths)
-    steps, masks = np.zeros((number, num_steps, 2), np.float32), np.zeros((number, num_steps), np.float32)
+    steps = np.zeros((number, num_steps, 2), np.float32)
+    masks = np.zeros((number, num_steps), np.float32)
     for row, path in enumerate(paths):
         steps[row, : len(path)] = path
         masks[row, : len(path)] = 1

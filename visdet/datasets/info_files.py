@@ -52,8 +52,10 @@ class InfoTable(Sequence):
     def __init__(
         self, content: np.ndarray, ends: np.ndarray, frame_keys: list[FrameKey], file: str | Path
     ) -> None:
-        self._content, self._ends = content, ends
-        self.frame_keys, self._file = frame_keys, file
+        self._content = content
+        self._ends = ends
+        self.frame_keys = frame_keys
+        self._file = file
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -107,7 +109,8 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
-    infos, pickles = list(infos), []
+    infos = list(infos)
+    pickles: list[bytes] = []
     header = json.dumps({"format": _FORMAT, "metadata": metadata})
     keys = json.dumps(frame_keys(infos, str(path)))
     for index, info in enumerate(infos):
@@ -120,7 +123,7 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
                 f"arrays, but {error}"
             ) from error
     content = np.frombuffer(b"".join(pickles), dtype=np.uint8)
-    ends = np.cumsum([len(one) for one in pickles], dtype=np.int64)
+    ends = np.cumsum(list(map(len, pickles)), dtype=np.int64)
     with written_whole(path) as partial:
         np.savez(partial, content=content, ends=ends, header=header, frame_keys=keys)
 

@@ -1,5 +1,6 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from mmengine.dataset import Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
@@ -23,7 +23,7 @@ from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
 from .info_files import load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
-from .transforms.base import built
+from .transforms.base import composed
 
 
 @DATASETS.register_module(name=["NuScenes3DDetTrackDataset", "NuScenes3DDataset"])
@@ -129,16 +129,18 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._all_frames, self._all_scenes, self._all_times = sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
         self.step_s = 1 / steps_per_second
-        self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
-        self._camera_names: tuple[str, ...] = ()
-        self._camera_names = self._cameras(self.get_info(0))["cam_names"]
+        self._order = self._all_frames[::load_interval]
+        self._scenes = self._all_scenes[::load_interval]
+        first = self.get_info(0)
+        self._camera_names = tuple(first["cams"])
+        self._cameras(first)
         self.metainfo = {
             "classes": self.CLASSES,
             "map_classes": self.MAP_CLASSES,
             "version": self.metadata.get("version"),
             **(metainfo or {}),
         }
-        self.pipeline = Compose(built(pipeline or []))
+        self.pipeline = composed(pipeline or [])
         if with_seq_flag:
             self.flag = sequence_flags(self.scene_starts, len(self), sequences_split_num)
 
@@ -199,12 +201,13 @@ class NuScenes3DDetTrackDataset(Dataset):
 
     def _cameras(self, info: dict) -> dict:
         """Return file names and matrices of the cameras, in the order of the file."""
-        found, where = tuple(info["cams"]), f"frame {info['token']} of {self.ann_file}"
+        found = tuple(info["cams"])
+        where = f"frame {info['token']} of {self.ann_file}"
         if len(found) != self.num_cameras:
             raise InvalidInputError(
                 f"{where} must have {self.num_cameras} cameras (num_cameras), got {len(found)}: {', '.join(found)}"
             )
-        if self._camera_names and found != self._camera_names:
+        if found != self._camera_names:
             raise InvalidInputError(
                 f"{where} must have its cameras in the order of other frames, {', '.join(self._camera_names)}, got "
                 f"{', '.join(found)}"
@@ -293,22 +296,18 @@ class NuScenes3DDetTrackDataset(Dataset):
         """
         info = self.get_info(index)
         from_global = inverse_pose(lidar_to_global(info))
+        boxes_at = functools.cache(functools.partial(self._boxes_from, from_global))
         here = range(len(self))[index] * self._interval
         scene = self._all_scenes[here]
         first, end = np.searchsorted(self._all_scenes, [scene, scene + 1]).tolist()
         times = self._all_times[first:end]
         boxes_of_step: list[np.ndarray] = []
         for step in coming_steps(times, here - first, num_steps, self.step_s):
-            before = self._boxes_from(first + step.before, from_global)
-            if before is None:
+            before, after = boxes_at(first + step.before), boxes_at(first + step.after)
+            if before is None or after is None:
                 break
-            boxes: np.ndarray | None = before.boxes
-            if step.after != step.before:
-                after = self._boxes_from(first + step.after, from_global)
-                if after is None:
-                    break
-                seconds = float(times[step.after] - times[step.before]) / 1e6
-                boxes = boxes_between(before, after, step.share, seconds)
+            seconds = float(times[step.after] - times[step.before]) / 1e6
+            boxes = boxes_between(before, after, step.share, seconds)
             if boxes is None:
                 self._warn_once(
                     "fut_boxes",
@@ -320,12 +319,12 @@ class NuScenes3DDetTrackDataset(Dataset):
             boxes_of_step.append(boxes)
         return boxes_of_step
 
-    def _boxes_from(self, position: int, from_global: np.ndarray) -> TrackedBoxes | None:
+    def _boxes_from(self, from_global: np.ndarray, position: int) -> TrackedBoxes | None:
         """Return the boxes of a frame in other coordinates, or None if the frame is not labelled.
 
         Args:
-            position: the number of the frame among all frames, in order of scene and time.
             from_global: [4, 4], from the world to these coordinates.
+            position: the number of the frame among all frames, in order of scene and time.
         """
         info = self._info(self._all_frames[position])
         if "gt_boxes" not in info:
@@ -340,12 +339,14 @@ class NuScenes3DDetTrackDataset(Dataset):
 
         Published info files contain paths such as ``./data/nuscenes/samples/…``, which ``data_root`` replaces.
         """
-        root, given = self.data_root, Path(path)
+        root = self.data_root
+        given = Path(path)
         if root is None or given.is_absolute():
             return str(path)
-        inside, parts = Path(root, path), given.parts
+        inside = Path(root, path)
         if inside.exists():
             return str(inside)
+        parts = given.parts
         for folder in ("samples", "sweeps"):
             if folder in parts:
                 return str(Path(root, *parts[parts.index(folder) :]))
@@ -368,8 +369,9 @@ _BOX_KEYS = ("gt_names", "gt_attributes", "instance_inds", "gt_agent_fut_trajs",
 def _projection(camera: dict) -> np.ndarray:
     """Return the matrix [4, 4] from the lidar frame to the pixels of a camera."""
     to_lidar = pose_matrix(camera["sensor2lidar_translation"], camera["sensor2lidar_rotation"])
-    intrinsic, given = np.eye(4), camera["cam_intrinsic"]
+    given = camera["cam_intrinsic"]
     rows, columns = given.shape
+    intrinsic = np.eye(4)
     intrinsic[:rows, :columns] = given
     return intrinsic @ np.linalg.inv(to_lidar)
 
@@ -382,7 +384,8 @@ def without_repeats(tracks: np.ndarray) -> tuple[np.ndarray, list[int]]:
 
 
 def _where_from(ann_file: str, data_root: str | None) -> str:
-    root, out_dir = data_root or "FOLDER", Path(ann_file).parent
+    root = data_root or "FOLDER"
+    out_dir = Path(ann_file).parent
     return (
         f"get nuScenes from nuscenes.org, unpack it in {root} and make its info files: visdet prepare-nuscenes "
         f"{root} --out-dir {out_dir}; for frames of your own, set ann_file and data_root"

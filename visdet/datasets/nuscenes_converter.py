@@ -81,9 +81,11 @@ class NuScenesConverter:
         roi_size: tuple[float, float] = (30.0, 60.0),
     ) -> None:
         self.tables = NuScenesTables(root, version)
-        self.root, self.version = Path(root), version
+        self.root = Path(root)
+        self.version = version
         self.can_bus_root = Path(can_bus_root) if can_bus_root is not None else None
-        self.with_map, self.roi_size = with_map, roi_size
+        self.with_map = with_map
+        self.roi_size = roi_size
         self.scenes_without_can_bus: list[str] = []
         self._maps: dict[str, NuScenesMap] = {}
 
@@ -95,7 +97,8 @@ class NuScenesConverter:
             ImportError: ``with_map`` is True and shapely is missing.
         """
         tables = self.tables
-        location, messages = tables.location(scene), self._can_bus(scene["name"])
+        location = tables.location(scene)
+        messages = self._can_bus(scene["name"])
         infos = [self._sensors(sample) for sample in tables.samples(scene)]
         lidar_poses = [lidar_to_global(info) for info in infos]
         times = [info["timestamp"] for info in infos]
@@ -163,7 +166,10 @@ class NuScenesConverter:
         tables = self.tables
         records = tables.annotations_of_sample[sample_token]
         from_world = inverse_pose(lidar_pose)
-        boxes, velocities, paths = np.zeros((len(records), 7)), np.zeros((len(records), 2)), []
+        number = len(records)
+        boxes = np.zeros((number, 7))
+        velocities = np.zeros((number, 2))
+        paths = []
         for row, record in enumerate(records):
             pose = from_world @ _matrix(record)
             width, length, height = record["size"]
@@ -204,7 +210,8 @@ class NuScenesConverter:
 
     def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
         """Return the displacements [n, 2] of the agent in the coming steps, up to 6 s, as far as it is annotated."""
-        places, times = [record["translation"][:2]], [self._time(record)]
+        places = [record["translation"][:2]]
+        times = [self._time(record)]
         yaw = yaw_of(_matrix(record))
         while record["next"] and times[-1] < times[0] + _LONGEST_FUTURE_US:
             record = self.tables.get("sample_annotation", record["next"])

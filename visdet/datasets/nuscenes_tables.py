@@ -48,7 +48,8 @@ class NuScenesTables:
     """
 
     def __init__(self, root: str | Path, version: str) -> None:
-        self.root, self.version = Path(root), version
+        self.root = Path(root)
+        self.version = version
         folder = self.root / version
         if not folder.is_dir():
             raise MissingFileError(f"nuScenes {version} is not in {self.root}: there is no {folder}")
@@ -91,7 +92,8 @@ class NuScenesTables:
 
     def samples(self, scene: dict) -> list[dict]:
         """Return the key frames of a scene in order of time."""
-        samples, token = [], scene["first_sample_token"]
+        samples = []
+        token = scene["first_sample_token"]
         while token:
             samples.append(self.get("sample", token))
             token = samples[-1]["next"]

@@ -60,7 +60,8 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
                 _, stored = sizes_of(image)
             size = size or stored
             if stored != size:
-                (width, height), (W, H) = stored, size
+                width, height = stored
+                W, H = size
                 raise InvalidInputError(
                     f"{where}{name} is {width} x {height} pixels, but other images are {W} x {H}"
                 )
@@ -83,7 +84,8 @@ def _lines(
     in_all = set(infos[0]).intersection(*infos)
     absent = [key.name for key in FRAME_KEYS if key.name not in in_all]
     seconds = np.concatenate([np.diff(part) for part in times_of_scene]) / 1e6
-    names, (width, height) = sorted(boxes), size
+    names = sorted(boxes)
+    width, height = size
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""
     counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in names)
     return [

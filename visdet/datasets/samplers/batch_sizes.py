@@ -85,7 +85,8 @@ def _cheapest_union(sizes: Sequence[Size]) -> Size:
     """Return the union of those two sizes for which it has the fewest pixels beyond those of the larger one."""
     costs = []
     for one, other in combinations(sizes, 2):
-        both, larger = union([one, other]), max(area(one), area(other))
+        both = union([one, other])
+        larger = max(area(one), area(other))
         costs.append((area(both) - larger, both, larger))
     return min(costs)[1]
 
@@ -163,7 +164,8 @@ def _groups(
                 origin.remove(item)
                 group.append(item)
         else:
-            smallest, surplus = sorted(group, key=item_area), number - lacking
+            smallest = sorted(group, key=item_area)
+            surplus = number - lacking
             left += smallest[:surplus]
             groups[k] = smallest[surplus:]
     return groups, left

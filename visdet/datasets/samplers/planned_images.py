@@ -65,7 +65,8 @@ class PlannedImages:
         """Return the image that comes at a position of the order of an epoch."""
         seed = (self._seed << 80) + ((epoch + 1) << 48) + position
         rng = random.Random(seed)
-        size, is_said = self.file_sizes[index], True
+        size = self.file_sizes[index]
+        is_said = True
         pipeline = _pipeline_of(self._dataset, index)
         for step in getattr(pipeline, "transforms", [pipeline]):
             planned = planned_size(step, size, rng)
@@ -113,7 +114,8 @@ def _pipeline_of(dataset: Any, index: int) -> Any:
 @contextmanager
 def _random_state_of_its_own() -> Iterator[None]:
     """Let the block draw the same random numbers in every process, and no others afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (transforms may use it)
+    python = random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002 (transforms may use it)
     with torch.random.fork_rng(devices=[]):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
         try:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mmengine.dataset import Compose
 
 from visdet.errors import InvalidInputError, UserError
-from visdet.registry import TRANSFORMS
+from visdet.registry import TRANSFORMS, built
 from visdet.structures.planned_batch import TORCH_DRAWS, sample_draws
 
 # What the names of results begin with, which other transforms read.
@@ -64,9 +64,9 @@ class BaseTransform(metaclass=ABCMeta):
         return f"{type(self).__name__}({settings})"
 
 
-def built(steps: Sequence[Any]) -> list[Any]:
-    """Return the steps of a pipeline, which may be given as configs. Names without a scope mean visdet's."""
-    return [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps]
+def composed(steps: Sequence[Any]) -> Compose:
+    """Return a pipeline of steps, which may be given as configs. Names without a scope mean visdet's."""
+    return Compose([built(step, TRANSFORMS) for step in steps])
 
 
 class DrawnTransform(BaseTransform):
@@ -110,4 +110,5 @@ def pair(value: Any) -> Any:
 
 
 # Whatever does not change the size of an image draws from torch's generator.
-uniform, uniform_int = TORCH_DRAWS.uniform, TORCH_DRAWS.randint
+uniform = TORCH_DRAWS.uniform
+uniform_int = TORCH_DRAWS.randint

@@ -50,7 +50,8 @@ class BBoxRotation(BaseTransform):
             return results
         turn = np.eye(4)
         turn[:2, :2] = turn_about_z(angle)
-        back, turn_xy = inverse_pose(turn), turn[:2, :2].T
+        back = inverse_pose(turn)
+        turn_xy = turn[:2, :2].T
         results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
         results["lidar2global"] = results["lidar2global"] @ back
         for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):

@@ -16,7 +16,8 @@ from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
 _Part = Annotated[float, Range(0, 1, is_open=True)]
-_Sides, _Parts = tuple[Positive, Positive], tuple[_Part, _Part]
+_Sides = tuple[Positive, Positive]
+_Parts = tuple[_Part, _Part]
 # What the size of a crop must be, if it is not the sides of one.
 _CROP_SIZES = {
     "absolute_range": Annotated[_Sides, Ascending()],

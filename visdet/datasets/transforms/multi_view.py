@@ -206,7 +206,8 @@ class ResizeCropFlipImage(BaseTransform):
         config = results.get("aug_config")
         if config is None:
             return results
-        images, projections = results["img"], results["lidar2img"]
+        images = results["img"]
+        projections = results["lidar2img"]
         sizes = results.pop("full_sizes", None) or [image.shape[:2] for image in images]
         for index, (image, size) in enumerate(zip(images, sizes, strict=True)):
             self._compare_size(size, config, results)

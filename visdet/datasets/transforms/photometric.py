@@ -45,8 +45,8 @@ class PhotoMetricDistortion(BaseTransform):
         hue_delta: Annotated[float, Range(0, 180)] = 18,
     ) -> None:
         self.brightness_delta = brightness_delta
-        self.contrast_range = tuple(contrast_range)
-        self.saturation_range = tuple(saturation_range)
+        self.contrast_range = contrast_range
+        self.saturation_range = saturation_range
         self.hue_delta = hue_delta
 
     def transform(self, results: dict) -> dict:
@@ -63,15 +63,16 @@ class PhotoMetricDistortion(BaseTransform):
         table = np.arange(256, dtype=np.float32)  # what becomes of each value
         if uniform_int(0, 1):
             table += uniform(-self.brightness_delta, self.brightness_delta)
-        contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)
+        contrast_comes_first = uniform_int(0, 1)
+        contrast = uniform_int(0, 1)
         if contrast and contrast_comes_first:
             table *= uniform(*self.contrast_range)
-        saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
+        saturate = uniform_int(0, 1)
+        turn = uniform_int(0, 1)
         values: np.ndarray = table
         if saturate or turn:
             hsv: np.ndarray = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
-            hue: np.ndarray = hsv[..., 0]
-            saturation: np.ndarray = hsv[..., 1]
+            hue, saturation, _ = hsv.transpose(2, 0, 1)  # views, through which hsv is changed
             if saturate:
                 saturation *= uniform(*self.saturation_range)
                 np.minimum(saturation, 1, out=saturation)

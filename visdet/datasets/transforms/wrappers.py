@@ -17,7 +17,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, built, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, composed, uniform, uniform_int
 from .tv_results import PER_BOX, clipped, moved, set_image, set_large_boxes
 
 
@@ -43,7 +43,7 @@ class RandomChoice(DrawnTransform):
             )
         self.prob = prob
         listed = [steps if isinstance(steps, (list, tuple)) else [steps] for steps in transforms]
-        self.transforms = [Compose(built(steps)) for steps in listed]  # type: ignore[arg-type]
+        self.transforms = [composed(steps) for steps in listed]
 
     def _drawn(self, rng: Random) -> Compose:
         [drawn] = rng.choices(self.transforms, self.prob)
@@ -110,7 +110,7 @@ class MixingTransform(BaseTransform):
     def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
         self._read: Compose | None = None
         if pipeline is not None:
-            self._read = Compose(built(pipeline))
+            self._read = composed(pipeline)
         self.prob = prob
 
     def others(self, results: dict, number: int) -> list[dict]:
@@ -187,11 +187,13 @@ class Mosaic(MixingTransform):
         if sample_draws().uniform(0, 1) >= self.prob:
             return results
         parts = [dict(results), *self.others(results, 3)]
-        (width, height), (x, y) = self.size, (int(side * uniform(0.3, 0.7)) for side in self.size)
+        width, height = self.size
+        x, y = (int(side * uniform(0.3, 0.7)) for side in self.size)
         image = results["img"].new_zeros(3, height, width)
         places = [(0, 0, x, y), (x, 0, width, y), (0, y, x, height), (x, y, width, height)]
         for part, (left, top, right, bottom) in zip(parts, places, strict=False):
-            rows, columns = bottom - top, right - left
+            rows = bottom - top
+            columns = right - left
             h, w = part["img_shape"]
             factor = max(columns / w, rows / h)
             size = [max(round(h * factor), rows), max(round(w * factor), columns)]
