@@ -118,14 +118,18 @@ def evaluate(
     /,
     *,
     data: str | os.PathLike | None = None,
+    work_dir: str | os.PathLike | None = None,
+    launcher: str | None = None,
     **others: Any,
 ) -> dict[str, float]:
     """Evaluate a checkpoint on the test set of its config, or on a folder of pictures. This is ``visdet test``.
 
     Args:
-        config, checkpoint, options, others: see :func:`visdet.engine.evaluate`.
+        config, checkpoint, options, launcher, others: see :func:`visdet.engine.evaluate`.
         data: a folder as for :func:`train`. Its test part counts, or else its validation part, or else the fifth that
             is drawn for it.
+        work_dir: the folder to write. With ``data``, the default is the first free one of
+            ``work_dirs/<name of the folder>_test``, …_2.
     """
     from visdet.engine.run import agreed_folder
     from visdet.engine.run import evaluate as evaluate_config
@@ -133,11 +137,9 @@ def evaluate(
     given = dict(options or {})
     if data is not None:
         root = Path(data).expanduser().resolve()
-        work_dir = others.get("work_dir")
         if work_dir is None:
             folder = os.path.join("work_dirs", f"{root.name}_test")
-            work_dir = agreed_folder(folder, others.get("launcher"), for_training=False)
-        others["work_dir"] = work_dir
+            work_dir = agreed_folder(folder, launcher, for_training=False)
         with no_empty_folders(work_dir):
             files = _converted(root, Path(work_dir))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
@@ -148,7 +150,7 @@ def evaluate(
             "allow_absent_classes": True,
         }
         given |= {"test_dataloader.dataset": dataset, "test_evaluator.ann_file": file}
-    return evaluate_config(config, checkpoint, given, **others)
+    return evaluate_config(config, checkpoint, given, work_dir=work_dir, launcher=launcher, **others)
 
 
 def config_for(root: Path, base: str, folder: Path) -> str:

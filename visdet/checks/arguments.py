@@ -170,9 +170,11 @@ class SameAs(NamedTuple):
 def _own_arguments(name: str, function: Callable, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that the function itself has."""
     others = getattr(function, "also_takes", {})
-    own = {key: value for key, value in given.items() if key not in others}
-    for key in given.keys() & others.keys():
-        value, here = given[key], others[key]
+    own = dict(given)
+    for key, here in others.items():
+        if key not in own:
+            continue
+        value = own.pop(key)
         if isinstance(here, SameAs):
             (same,) = here
             if same in own:

@@ -50,12 +50,12 @@ class DrivingVisualizer(SampleVisualizer):
             pred_score_thr: predicted boxes with a lower score are not drawn. It may be a number for each class by its
                 name, of boxes and of lines.
         """
-        sample = data_sample.detach().cpu()
+        sample = data_sample.numpy()
         get = sample.get
         views = as_bytes(image)
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
-        meta = self.dataset_meta or {}
+        meta: Any = self.dataset_meta
         classes = meta["classes"]
         if draw_pred and has_predictions:
             least = self.map_score_thr
@@ -65,7 +65,7 @@ class DrivingVisualizer(SampleVisualizer):
             prediction = scene_of_prediction(sample, threshold_of_each(pred_score_thr, classes), of_lines)
         picture = draw_frame(
             views,
-            sample.projection_mat.numpy(),
+            sample.projection_mat,
             get("cam_names", list(map(str, range(len(views))))),
             classes,
             prediction,
