@@ -6,6 +6,7 @@ import glob
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from visdet.errors import MissingPackageError
@@ -68,10 +69,6 @@ def folder_name(text: str) -> str:
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "config": {
-        "help": "a config file, or the name of a config that `visdet configs` lists; or a checkpoint, which holds its "
-        "config"
-    },
     "--cfg-options": {
         "nargs": "+",
         "action": CfgOptions,
@@ -125,11 +122,16 @@ _SHARED: dict[str, dict[str, Any]] = {
 def add_config_arguments(parser: argparse.ArgumentParser, *others: str, needs_config: bool = True) -> None:
     """Add the argument ``config``, the option ``--cfg-options`` and others that several commands share, by name."""
     parser.set_defaults(required_names=[name for name in others if name in ("checkpoint", "images")])
-    for name in ("config", "--cfg-options", *others):
-        is_optional: dict[str, Any] = {"nargs": "?"} if name == "config" and not needs_config else {}
-        argument: Any = parser.add_argument(name, **_SHARED[name], **is_optional)
-        if name == "config":
-            argument.completer = complete_config  # argcomplete reads it.
+    add = parser.add_argument
+    config: Any = add(
+        "config",
+        nargs=None if needs_config else "?",
+        help="a config file, or the name of a config that `visdet configs` lists; or a checkpoint, which holds its "
+        "config",
+    )
+    config.completer = complete_config  # argcomplete reads it.
+    for name in ("--cfg-options", *others):
+        add(name, **_SHARED[name])
 
 
 def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
@@ -143,7 +145,7 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     given = vars(args)
     command = given["command"]
     if "checkpoint" not in given:
-        return wrong_arguments(command, [], others)
+        return left_over(command, others)
     from visdet.engine.checkpoints.held_config import names_checkpoint
 
     names = [name for name in (given["config"], given["checkpoint"]) if name is not None]
@@ -152,7 +154,7 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
         names = names + others
         others = []
     first = names.pop(0)
-    if os.path.isfile(os.path.join(first, "model.json")):
+    if Path(first, "model.json").is_file():
         return f"{first} is an exported folder; its README.md says how it is run"
     checkpoint = first
     if not names_checkpoint(first):
@@ -164,13 +166,13 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     missing = [name for name in given.get("required_names", ()) if not given[name]]
     if missing and checkpoint != first:
         missing[-1] += f" ({first} is no checkpoint, so that it was taken as the config)"
-    return wrong_arguments(command, missing, names + others)
-
-
-def wrong_arguments(command: str, missing: list[str], others: list[str]) -> str | None:
-    """Return the message on names that are missing and on arguments that are left over, or None."""
     if missing:
         return f"the following arguments are required: {', '.join(missing)}"
+    return left_over(command, names + others)
+
+
+def left_over(command: str, others: list[str]) -> str | None:
+    """Return the message on arguments that are left over, or None."""
     if not others:
         return None
     message = f"unrecognized arguments: {' '.join(others)}"

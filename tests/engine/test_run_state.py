@@ -315,7 +315,7 @@ def test_other_batches_and_processes_go_on_after_the_samples_that_are_read(
     )
     length = math.ceil(24 / before[0] / before[1])
     meta = {"iterations_per_epoch": length, "batch_size": before[0], "processes": before[1]}
-    run_state._go_on_in_data(runner, "x.pth", meta)
+    run_state.go_on_in_data(runner, "x.pth", meta)
     assert (loop.iter, loop.batches_ahead) == expected[:2]
     assert re.search(expected[2], said[0]) if expected[2] else not said
 

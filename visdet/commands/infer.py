@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from visdet.command_line import add_config_arguments, folder_name, positive_int
@@ -113,7 +114,7 @@ def _detect(
     if graph is not None:
         cfg.graph = graph
     files, left_out = find_images(images, out_dir)
-    check_out_file(os.path.join(out_dir, "predictions.json"), "--out-dir")
+    check_out_file(Path(out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, checkpoint, device)
     if score_thr is None:
         names = detector.dataset_meta["classes"]

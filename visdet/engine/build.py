@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,7 +102,8 @@ def log_environment(runner: Any, env_cfg: dict) -> None:
     settings["processes"] = runner.world_size
     log = runner.logger.info
     for title, facts in (("System environment", environment()), ("Runtime environment", settings)):
-        log("\n    ".join([f"{title}:", *(f"{name}: {fact}" for name, fact in facts.items())]))
+        lines = "".join(f"\n    {name}: {fact}" for name, fact in facts.items())
+        log(f"{title}:{lines}")
     log(f"Config:\n{runner.cfg.pretty_text}")
 
 
@@ -109,8 +111,8 @@ def log_environment(runner: Any, env_cfg: dict) -> None:
 def write_config(runner: Any) -> None:
     """Write the config to the work_dir, and warn of values that the copy cannot have."""
     cfg = runner.cfg
-    name = os.path.basename(cfg.filename or f"{runner.timestamp}.py")
-    with written_whole(os.path.join(runner.work_dir, name)) as partial:
+    name = Path(cfg.filename or f"{runner.timestamp}.py").name
+    with written_whole(Path(runner.work_dir, name)) as partial:
         cfg.dump(partial)
     if lost := values_without_code(cfg.to_dict()):
         runner.logger.warning(

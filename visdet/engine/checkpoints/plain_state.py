@@ -76,8 +76,8 @@ def restore_message_hub(message_hub: dict) -> dict:
     scalars = {}
     for name, history in message_hub["log_scalars"].items():
         match history:
-            case {"history_values": values}:
-                history = HistoryBuffer(values.numpy(), history["history_counts"].numpy())
+            case {"history_values": values, "history_counts": counts}:
+                history = HistoryBuffer(values.numpy(), counts.numpy())
         scalars[name] = history
     known = {*scalars, *message_hub["runtime_info"]}
     resumed = {name: flag for name, flag in message_hub["resumed_keys"].items() if name in known and flag}

@@ -43,13 +43,16 @@ _PLAIN = re.compile(r"[\w./:@+-]*")  # what means the same in and outside of the
 
 
 def files_of_config(name: str, readers: tuple[str, ...] = ()) -> list[Path]:
-    """Return the paths of a config and of the files that it inherits from, which are not run."""
+    """Return the paths of a config and of the files that it inherits from, which are not run.
+
+    A file that several others inherit from occurs as often.
+    """
     path = existing_config(name)
     readers = (*readers, path)
-    found = {Path(os.path.normpath(path)): None}
+    found = [Path(os.path.normpath(path))]
     for _, base, _ in _bases_of(_parsed(_text_of(path), path), readers):
-        found |= dict.fromkeys(files_of_config(base, readers))
-    return list(found)
+        found += files_of_config(base, readers)
+    return found
 
 
 def read_config(path: str) -> Config:
@@ -261,9 +264,9 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     near: list[str] = []
     reason = f"its base {base} is in a package that is not installed"
     if folder is not None:
-        file = os.path.join(folder, inside)
-        if os.path.isfile(file):
-            return file, package or None
+        file = folder / inside
+        if file.is_file():
+            return str(file), package or None
         near = [package + mark + os.path.relpath(path, folder) for path in named_like(file, folder)]
         reason = f"there is no base {file}. A path in {_BASE} is relative to the folder of the file that it stands in"
     of_package = PACKAGE + inside.lstrip("./")

@@ -70,7 +70,7 @@ def load_config(
             raise ConfigError(f"config {path}: unknown key {key!r}; did you mean {near[0]!r}?")
     check_sections(cfg)
     _import_custom_modules(cfg, path)
-    cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
+    cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     return cfg, remarks + adopt_mmdet_scope(cfg)
 
 

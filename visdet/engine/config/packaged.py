@@ -66,7 +66,7 @@ def existing_config(name: str) -> str:
     raise ConfigError(f"config {name} does not exist{hint}")
 
 
-def named_like(path: str, folder: Path) -> list[str]:
+def named_like(path: str | Path, folder: Path) -> list[str]:
     """Return the configs in ``folder`` and in its folders whose names are like that of ``path``."""
     found = itertools.chain(folder.glob("*.py"), folder.glob("*/*.py"))
     files = {str(file): file.name for file in itertools.islice(found, _MOST_FILES_TO_LOOK_AT)}
