@@ -140,7 +140,7 @@ def evaluate(
         if work_dir is None:
             folder = os.path.join("work_dirs", f"{root.name}_test")
             work_dir = agreed_folder(folder, launcher, for_training=False)
-        with no_empty_folders(work_dir):
+        with no_empty_folders(str(work_dir)):
             files = _converted(root, Path(work_dir))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
         dataset = {

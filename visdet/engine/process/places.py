@@ -81,7 +81,7 @@ def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
 
 
 @contextmanager
-def no_empty_folders(*folders: str | os.PathLike | None) -> Iterator[None]:
+def no_empty_folders(*folders: str | None) -> Iterator[None]:
     """Remove those of the folders and their parents that the block has made, and left empty because it failed.
 
     A folder that is None or "" is left out.
