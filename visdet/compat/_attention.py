@@ -16,7 +16,7 @@ from visdet import ops
 from visdet.ops.devices import is_loaded
 
 from ._bridge import Bridge, CompatWarning
-from ._counts import CALLS
+from ._counts import counted
 
 __all__ = ["attend", "attend_ragged", "is_known", "is_recorded", "takes"]
 
@@ -54,16 +54,17 @@ def is_recorded() -> bool:
     )
 
 
-def attend(
+def _attend(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
     locations: Tensor,  # [B, Q, G, L, P, 2] (x, y) in 0..1
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``visdet.ops.ms_deform_attn`` for a pyramid without gaps."""
-    if not torch.compiler.is_compiling():
-        CALLS["ms_deform_attn"] += 1
     return ops.ms_deform_attn(value, level_shapes, None, locations, weights)
+
+
+attend = counted("ms_deform_attn", _attend)
 
 
 def attend_ragged(

@@ -16,13 +16,13 @@ def init(points: Tensor, tindex: Tensor, grid: list[int]) -> Tensor:
     """Return the grids [B, T, D, H, W] with 1 in the voxels that hold a point [B, N, 3 or more], and 0 elsewhere."""
     T, D, H, W = grid
     occupancy = points.new_zeros(len(points), *grid)
-    voxels = points[..., :3].trunc()
-    is_inside = ((voxels >= 0) & (voxels < voxels.new_tensor([W, H, D]))).all(-1)
-    is_inside &= (tindex >= 0) & ((tindex < T) | (T == 1))
-    time = torch.zeros_like(tindex) if T == 1 else tindex
+    if T == 1:  # There is one time, whatever the index.
+        tindex = tindex.clamp(max=0)
+    places = torch.cat([points[..., :3].trunc(), tindex[..., None]], -1)
+    is_inside = ((places >= 0) & (places < places.new_tensor([W, H, D, T]))).all(-1)
     image, _ = is_inside.nonzero(as_tuple=True)
-    x, y, z = voxels[is_inside].long().unbind(1)
-    occupancy[image, time[is_inside].long(), z, y, x] = 1
+    x, y, z, time = places[is_inside].long().unbind(1)
+    occupancy[image, time, z, y, x] = 1
     return occupancy
 
 
@@ -63,5 +63,4 @@ def render(sigma: Tensor, origin: Tensor, points: Tensor, tindex: Tensor, loss_n
 def _lengths(origin: Tensor, points: Tensor, times: Tensor) -> Tensor:
     """Return the distances of points [B, N, 3] from their origins in float64."""
     start = origin.take_along_dim(times.clamp(0, origin.shape[1] - 1)[..., None], 1)
-    x, y, z = (points.double() - start).unbind(-1)
-    return (x * x + y * y + z * z).sqrt()
+    return (points.double() - start).norm(dim=-1)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .flash_padding import pad_input
+
 __all__ = [
     "__version__",
     "flash_attn_func",
@@ -243,9 +245,9 @@ def _rows(name: str, starts: Tensor, longest: int, total: int) -> Tensor | None:
 
 
 def _padded(tokens: Tensor, rows: Tensor | None, B: int, longest: int) -> Tensor:
-    if rows is not None:
-        tokens = tokens.new_zeros(B * longest, *tokens.shape[1:]).index_copy(0, rows, tokens)
-    return tokens.unflatten(0, (B, longest))
+    if rows is None:
+        return tokens.unflatten(0, (B, longest))
+    return pad_input(tokens, rows, B, longest)
 
 
 def _attend(

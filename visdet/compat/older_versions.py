@@ -107,22 +107,12 @@ class _Added(NamedTuple):
     owner: str = ""
 
 
-_ADDED = {
-    "collections": _Added(_of_collections),
-    "inspect": _Added({"getargspec": _getargspec}),
-    "pkgutil": _Added({"find_loader": _find_loader}),
-    "matplotlib.cm": _Added({"get_cmap": _get_cmap}),
-    "PIL.Image": _Added(_of_images),
-    "PIL.ImageDraw": _Added({"textsize": _textsize}, "ImageDraw"),
-    "PIL.ImageFont": _Added({"getsize": _getsize}, "FreeTypeFont"),
-    "numpy": _Added(_of_numpy),
-    "torch.nn.parallel.distributed": _Added(
-        {"_use_replicated_tensor_module": False, "_sync_params": _sync_params}, "DistributedDataParallel"
-    ),
-    "mmcv.parallel.distributed": _Added({"_run_ddp_forward": _run_ddp_forward}, "MMDistributedDataParallel"),
-    "torchvision.ops": _Added(_TORCHVISION),
-    "torchvision.ops.misc": _Added(_TORCHVISION),
-}
+class _Widened(NamedTuple):
+    """A function of a module, or of the class that ``owner`` names, and what makes the new function of it."""
+
+    name: str
+    widen: Callable[[Callable], Callable]
+    owner: str = ""
 
 
 def _reading_more(load: Callable) -> Callable:
@@ -209,16 +199,21 @@ def _preferring(earlier_name: str) -> Callable[[Callable], Callable]:
     return widen
 
 
-class _Widened(NamedTuple):
-    """A function of a module, or of the class that ``owner`` names, and what makes the new function of it."""
-
-    name: str
-    widen: Callable[[Callable], Callable]
-    owner: str = ""
-
-
 _CHANGED: dict[str, _Added | _Widened] = {
-    **_ADDED,
+    "collections": _Added(_of_collections),
+    "inspect": _Added({"getargspec": _getargspec}),
+    "pkgutil": _Added({"find_loader": _find_loader}),
+    "matplotlib.cm": _Added({"get_cmap": _get_cmap}),
+    "PIL.Image": _Added(_of_images),
+    "PIL.ImageDraw": _Added({"textsize": _textsize}, "ImageDraw"),
+    "PIL.ImageFont": _Added({"getsize": _getsize}, "FreeTypeFont"),
+    "numpy": _Added(_of_numpy),
+    "torch.nn.parallel.distributed": _Added(
+        {"_use_replicated_tensor_module": False, "_sync_params": _sync_params}, "DistributedDataParallel"
+    ),
+    "mmcv.parallel.distributed": _Added({"_run_ddp_forward": _run_ddp_forward}, "MMDistributedDataParallel"),
+    "torchvision.ops": _Added(_TORCHVISION),
+    "torchvision.ops.misc": _Added(_TORCHVISION),
     "torch": _Widened("load", _reading_more),
     "torch.serialization": _Widened("load", _reading_more),
     "torch.nn.parallel._functions": _Widened("_get_stream", _taking_an_index),
@@ -269,29 +264,26 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
-    change = _CHANGED.get(module.__name__)
-    if change is None:
-        for key, value in _map_elements(module).items():
-            bridge.replace(module, key, value)
-            yield key
-        return
-    owner = getattr(module, change.owner) if change.owner else module
-    own = vars(owner)
-    if isinstance(change, _Added):
-        names = change.names if isinstance(change.names, dict) else change.names(module)
-        for key in names.keys() - own.keys():
-            bridge.replace(owner, key, names[key])
-            yield key
-        return
-    name = change.name
-    function = own.get(name)
-    if function in _originals:  # It was imported from a module that is patched.
-        bridge.at_uninstall(functools.partial(setattr, owner, name, _originals[function]))
-    elif function is not None:
-        replacement = change.widen(function)
-        _originals[replacement] = function
-        bridge.replace(owner, name, replacement)
-        yield name
+    owner: Any = module
+    names: dict[str, Any] = {}
+    match _CHANGED.get(module.__name__):
+        case None:
+            names = _map_elements(module)
+        case _Added(added, class_name):
+            owner = getattr(module, class_name) if class_name else module
+            names = added(module) if callable(added) else added
+            names = {key: names[key] for key in names.keys() - vars(owner).keys()}
+        case _Widened(name, widen, class_name):
+            owner = getattr(module, class_name) if class_name else module
+            function = vars(owner).get(name)
+            if function in _originals:  # It was imported from a module that is patched.
+                bridge.at_uninstall(functools.partial(setattr, owner, name, _originals[function]))
+            elif function is not None:
+                names[name] = widen(function)
+                _originals[names[name]] = function
+    for key, value in names.items():
+        bridge.replace(owner, key, value)
+        yield key
 
 
 _MODULES = "|".join(map(re.escape, _CHANGED))
@@ -299,7 +291,7 @@ _MODULES = "|".join(map(re.escape, _CHANGED))
 
 class _OlderVersions(Bridge):
     def patch_module(self, module: ModuleType) -> None:
-        """Patch a module without importing torch, as a program that needs numpy alone may run."""
+        """Patch a module without torch, which a program may not need, or which may be importing the module itself."""
         if reached := list(self._patch(module, self)):
             self.reached[module.__name__] = reached
 

@@ -26,10 +26,10 @@ def _sample_views(
     pixels beside a map are 0. Each map gets a border of zeros, and each view of each level is a camera of
     ``visdet.ops.deformable_aggregation``, which leaves out the cameras that a point is not in.
     """
-    features = [feat_c2, feat_c3, feat_c4, feat_c5, *([] if feat_c6 is None else [feat_c6])]
     B, Q, P, _ = sampling_loc.shape
-    V = features[0].shape[1]
-    maps = [F.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
+    V = feat_c2.shape[1]
+    levels = (feat_c2, feat_c3, feat_c4, feat_c5, feat_c6)
+    maps = [F.pad(one, (0, 0, 1, 1, 1, 1)) for one in levels if one is not None]
     sizes = torch.tensor(
         [one.shape[2:4] for one in maps], device=sampling_loc.device
     )  # [L, 2] (height, width)

@@ -45,17 +45,18 @@ class Differences:
         """
         self.count += 1
         in_groups = set().union(*rows.values())
+        misshapen = set()
         for name, values in expected.items():
             given = found[name]
             if given.shape != values.shape:
                 self._note(name, np.array([np.inf]))
+                misshapen.add(name)
             elif name not in in_groups:
                 self._note(name, _distance(values, given))
         for score, names in rows.items():
-            group = [name for name in names if found[name].shape == expected[name].shape]
-            for sample in range(len(expected[score]) if len(group) == len(names) else 0):
-                ours = {name: expected[name][sample] for name in group}
-                theirs = {name: found[name][sample] for name in group}
+            for sample in range(len(expected[score]) if misshapen.isdisjoint(names) else 0):
+                ours = {name: expected[name][sample] for name in names}
+                theirs = {name: found[name][sample] for name in names}
                 self._add_rows(ours, theirs, score, limit.difference)
                 self._add_rows(theirs, ours, score, limit.difference)
 

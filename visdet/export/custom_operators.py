@@ -17,7 +17,7 @@ import visdet.ops
 
 from .package import arrays_of
 
-DOMAINS = {"openvino": "visdet", "tensorrt": "TRT"}
+DOMAINS: dict[str | None, str] = {"openvino": "visdet", "tensorrt": "TRT"}
 _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 

@@ -57,9 +57,13 @@ class Reference:
     @torch.no_grad()
     def outputs(self, inputs: Tensors) -> Tensors:
         """Return the tensors that the model returns, by their keys, or else their places."""
-        found = self.run(inputs)
-        if not isinstance(found, Mapping):
-            found = dict(enumerate(found if isinstance(found, list | tuple) else [found]))
+        match self.run(inputs):
+            case Mapping() as found:
+                pass
+            case list() | tuple() as several:
+                found = dict(enumerate(several))
+            case alone:
+                found = {0: alone}
         outputs = {}
         for key, value in found.items():
             for number, tensor in enumerate(tensors_of(value)):

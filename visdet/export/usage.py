@@ -83,6 +83,7 @@ def write_usage(description: dict[str, Any], folder: Path) -> None:
             "\n`python infer.py PICTURE ...` prints the objects in pictures whose scores reach the threshold of their "
             "class (`score_thresholds`).\n"
         )
-    for name, content in {**files, "README.md": text}.items():
+    files["README.md"] = text
+    for name, content in files.items():
         if not (folder / name).exists():
             write_atomically(folder / name, content)

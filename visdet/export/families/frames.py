@@ -29,16 +29,19 @@ _COMMAND = "gt_ego_fut_cmd"
 
 def _named(tree: Any, name: str) -> Tensors:
     """Return the tensors of a tree by their dotted names, in the order of ``tensors_of``."""
-    if isinstance(tree, Tensor):
-        return {name: tree}
-    if isinstance(tree, list | tuple):
-        tree = dict(enumerate(tree))
-    parts = vars(tree) if is_dataclass(tree) else tree if isinstance(tree, dict) else {}
-    return {
-        key: tensor
-        for part, value in parts.items()
-        for key, tensor in _named(value, f"{name}.{part}").items()
-    }
+    match tree:
+        case Tensor():
+            return {name: tree}
+        case list() | tuple():
+            parts: dict[Any, Any] = dict(enumerate(tree))
+        case dict():
+            parts = tree
+        case _:
+            parts = vars(tree) if is_dataclass(tree) else {}
+    found: Tensors = {}
+    for part, value in parts.items():
+        found |= _named(value, f"{name}.{part}")
+    return found
 
 
 def _kept(state: Any) -> Any:
@@ -238,5 +241,5 @@ class Frames(Family):
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         self.state = self.state_after(outputs)
-        results = _filled(self.selected, [outputs[name] for name in _named(self.selected, "results")])
+        results = _filled(self.selected, [outputs[name] for name in self.output_names])
         return self.model.with_detections((results, None), data_samples)

@@ -45,7 +45,7 @@ def write(program: Program, folder: Path) -> None:
         {
             f"{node.domain}::{node.op_type}".removeprefix("::")
             for node in model.graph.node
-            if node.domain not in ("", DOMAINS.get(program.custom_op or ""))
+            if node.domain not in ("", DOMAINS.get(program.custom_op))
             or node.op_type in ("If", "Loop", "Scan")
         }
     )
