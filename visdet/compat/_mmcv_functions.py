@@ -142,11 +142,11 @@ def masked_im2col(
 ) -> Tensor:
     """Return the pixels of the window at each unmasked place in a column. Places and pixels outside the map give 0."""
     padded = F.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
-    sizes = padded.shape[1] - kernel_h + 1, padded.shape[2] - kernel_w + 1
-    is_inside = _are_inside(mask_h_idx, mask_w_idx, *sizes)
-    row = mask_h_idx.where(is_inside, 0) + torch.arange(kernel_h, device=features.device)[:, None, None]
-    column = mask_w_idx.where(is_inside, 0) + torch.arange(kernel_w, device=features.device)[:, None]
-    return padded[:, row, column].flatten(0, 2).where(is_inside, 0)
+    windows = padded.unfold(1, kernel_h, 1).unfold(2, kernel_w, 1)  # [C, H', W', kernel_h, kernel_w]
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, *windows.shape[1:3])
+    rows = mask_h_idx.where(is_inside, 0)
+    columns = mask_w_idx.where(is_inside, 0)
+    return windows[:, rows, columns].movedim(1, -1).flatten(0, 2).where(is_inside, 0)
 
 
 def masked_col2im(

@@ -29,13 +29,16 @@ def _from_corners(boxes: Tensor) -> Tensor:
 
 def _from_lidar(boxes: Tensor) -> Tensor:
     """Return boxes of mmdet3d's (x, y, z, w, l, h, angle of -y towards -x) as visdet's."""
-    turned = -(boxes[..., 6:] + math.pi / 2)
-    return torch.cat([boxes[..., :3], boxes[..., [4, 3, 5]], turned], -1)
+    turned = boxes[..., [0, 1, 2, 4, 3, 5, 6]]
+    turned[..., 6] = -(turned[..., 6] + math.pi / 2)
+    return turned
 
 
 def _from_center(boxes: Tensor) -> Tensor:
     """Return boxes of OpenPCDet, whose z is that of the center, as visdet's."""
-    return torch.cat([boxes[..., :2], boxes[..., 2:3] - boxes[..., 5:6] / 2, boxes[..., 3:]], -1)
+    lowered = boxes.clone()
+    lowered[..., 2] -= boxes[..., 5] / 2
+    return lowered
 
 
 def _as_given(boxes: Tensor) -> Tensor:
@@ -43,16 +46,12 @@ def _as_given(boxes: Tensor) -> Tensor:
 
 
 def _iou_bev(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-    overlap = ops.boxes_overlap_bev(boxes_a, boxes_b)
-    areas = [boxes[:, 3] * boxes[:, 4] for boxes in (boxes_a, boxes_b)]
-    return overlap / (areas[0][:, None] + areas[1] - overlap).clamp(min=1e-8)
+    return ops.box_iou_rotated(from_above(boxes_a), from_above(boxes_b))
 
 
 def _paired_overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-    """Return the areas [N, 1] that the boxes of each pair share. Both have the same sum of areas and ratio."""
-    iou = ops.box_iou_rotated(from_above(boxes_a), from_above(boxes_b), aligned=True)
-    areas = boxes_a[:, 3] * boxes_a[:, 4] + boxes_b[:, 3] * boxes_b[:, 4]
-    return (iou * areas / (1 + iou))[:, None]
+    """Return the areas [N, 1] that the boxes of each pair share."""
+    return ops.box_iou_rotated(from_above(boxes_a), from_above(boxes_b), "area", aligned=True)[:, None]
 
 
 def _given(of: Callable[[Tensor], Tensor], operator: Callable[..., Any]) -> Callable[..., Any]:
