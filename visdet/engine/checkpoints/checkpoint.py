@@ -1,10 +1,10 @@
 """Checkpoint files, which are written as a whole or not at all, and read without running any code from the file."""
 
-import hashlib
 import os
 import pickle
 import re
 import sys
+from hashlib import sha256
 from http.client import HTTPException
 from importlib.util import find_spec
 from io import BufferedReader, BytesIO, FileIO
@@ -77,8 +77,9 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
 def add_thresholds(path: str | Path, thresholds: dict[str, float]) -> None:
     """Write the thresholds of a validation into a checkpoint that was saved before it, as a run does."""
     content = read_checkpoint(path)
-    if "score_thresholds" in content["meta"]:  # Another runner may have written it.
-        content["meta"]["score_thresholds"] = thresholds
+    meta = content["meta"]
+    if "score_thresholds" in meta:  # Another runner may have written it.
+        meta["score_thresholds"] = thresholds
         write_checkpoint(content, path)
 
 
@@ -287,7 +288,7 @@ def _place_in_cache(address: str) -> tuple[Path, str]:
     if found := _CHECKSUM_IN_NAME.search(name):
         return folder / name, found[1]
     # Another address may end in the same name.
-    return folder / f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{name}", ""
+    return folder / f"{sha256(address.encode()).hexdigest()[:8]}-{name}", ""
 
 
 def _downloaded(address: str, digits: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def _downloaded(address: str, digits: str, cached: Path, map_location: Any, trus
 
 def _fetch(address: str, file: Path, digits: str) -> None:
     """Write what a server sends into a file, and compare its length and the first digits of its checksum."""
-    checksum = hashlib.sha256()
+    checksum = sha256()
     with urlopen(Request(address, headers={"User-Agent": "visdet"})) as answer, open(file, "wb") as opened:
         while part := answer.read(2**20):
             checksum.update(part)

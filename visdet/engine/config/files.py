@@ -21,6 +21,7 @@ import os
 import re
 import traceback
 import types
+from os.path import abspath, relpath, samefile
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _marked(text: str, path: str, environment: dict[str, str]) -> tuple[str, dic
     """
     marks: dict[str, str] = {}
     is_python = path.endswith(".py")
-    file = Path(os.path.abspath(path))
+    file = Path(abspath(path))
     parts = {"Dirname": file.parent.as_posix(), "Basename": file.name, "BasenameNoExtension": file.stem}
     parts["Extname"] = file.suffix
 
@@ -203,7 +204,7 @@ class _Filling(ast.NodeTransformer):
 
 
 def _parsed(text: str, path: str) -> ast.Module:
-    return ast.parse(text, os.path.abspath(path))
+    return ast.parse(text, abspath(path))
 
 
 def _loaded(text: str, path: str) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _bases_of(content: Any, readers: tuple[str, ...]) -> list[tuple[str, str, st
     are_python = any(reader.endswith(".py") for reader in readers)
     folder = Path(first).resolve().parent
     for name, path, _ in found:
-        if any(os.path.samefile(path, reader) for reader in readers):
+        if any(samefile(path, reader) for reader in readers):
             chain = " > ".join(map(_shown, (*readers, path)))
             raise ConfigError(f"config {_shown(first)} inherits from itself: {chain}")
         is_near = Path(path).resolve().is_relative_to(folder)
@@ -260,14 +261,14 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     if base.startswith(PACKAGE):
         return existing_config(base), None
     package, mark, inside = base.rpartition("::")
-    folder = _configs_of(package) if mark else Path(os.path.abspath(reader)).parent
+    folder = _configs_of(package) if mark else Path(abspath(reader)).parent
     near: list[str] = []
     reason = f"its base {base} is in a package that is not installed"
     if folder is not None:
         file = folder / inside
         if file.is_file():
             return str(file), package or None
-        near = [package + mark + os.path.relpath(path, folder) for path in named_like(file, folder)]
+        near = [package + mark + relpath(path, folder) for path in named_like(file, folder)]
         reason = f"there is no base {file}. A path in {_BASE} is relative to the folder of the file that it stands in"
     of_package = PACKAGE + inside.lstrip("./")
     hint = did_you_mean([of_package] if find_config(of_package) else near)
@@ -283,7 +284,7 @@ def _configs_of(package: str) -> Path | None:
 
 def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, Any]:
     """Run a config and return its values."""
-    place = os.path.abspath(path)
+    place = abspath(path)
     names: dict[str, Any] = {_BASE: bases, "__file__": place, "__name__": "config"}
     try:
         exec(compile(tree, place, "exec"), names)
@@ -303,7 +304,7 @@ def _told(error: BaseException, path: str) -> BaseException:
     last = traceback.extract_tb(error.__traceback__)[-1]
     shown = _shown(path)
     file = last.filename
-    if file == os.path.abspath(path):
+    if file == abspath(path):
         place = f"({shown}, line {last.lineno})"
         return ConfigError(f"config {shown} cannot be read: {type(error).__name__}: {error} {place}")
     if not file.startswith(os.path.dirname(mmengine.__file__)) or str(error).startswith("Failed to"):
@@ -314,7 +315,7 @@ def _told(error: BaseException, path: str) -> BaseException:
 def _read_lazily(path: str) -> Config:
     """Return a config that mmengine reads, whose imported names stand for what they import."""
     try:
-        cfg = Config.fromfile(os.path.abspath(path), import_custom_modules=False, lazy_import=True)
+        cfg = Config.fromfile(abspath(path), import_custom_modules=False, lazy_import=True)
         list(leaves(cfg._cfg_dict))  # mmengine imports what a value names when the value is read.
     except Exception as error:
         if isinstance(error, RuntimeError) and not str(error):
@@ -335,4 +336,4 @@ def _is_lazy(tree: ast.Module) -> bool:
 
 def _shown(path: str) -> str:
     """Return the shorter one of a path and the same path from the current folder."""
-    return min(path, os.path.relpath(path), key=len)
+    return min(path, relpath(path), key=len)

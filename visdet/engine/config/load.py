@@ -1,9 +1,9 @@
 """Reading, completing and checking configs before anything is built from them."""
 
-import copy
-import importlib
 import os
 import warnings
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def load_config(
         Exception: any error of a module of the user that the config imports.
     """
     if isinstance(config, Config):
-        cfg = copy.deepcopy(config)
+        cfg = deepcopy(config)
     elif isinstance(config, str | os.PathLike):
         cfg = read_config(os.fspath(config))
     else:
@@ -82,7 +82,7 @@ def _set_option(cfg: Config, option: str, value: Any) -> None:
     """
     node: Any = cfg._cfg_dict
     *parents, last = option.split(".")
-    own = ConfigDict(value=copy.deepcopy(value))["value"]
+    own = ConfigDict(value=deepcopy(value))["value"]
     try:
         for key in parents:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, ConfigDict())
@@ -105,7 +105,7 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
     custom = section_of(cfg, "custom_imports")
     for module in several_of(custom, "imports"):
         try:
-            importlib.import_module(module)
+            import_module(module)
         except Exception as error:
             if isinstance(error, ImportError) and custom.get("allow_failed_imports"):
                 warnings.warn(f"{path}: custom_imports: {module} cannot be imported: {error}", stacklevel=2)

@@ -1,7 +1,7 @@
 """Where a config is: a file of the user, or one of the configs that the package brings along."""
 
-import itertools
 import os
+from itertools import chain, islice
 from pathlib import Path
 
 from mmengine.config.utils import MODULE2PACKAGE
@@ -68,8 +68,8 @@ def existing_config(name: str) -> str:
 
 def named_like(path: str | Path, folder: Path) -> list[str]:
     """Return the configs in ``folder`` and in its folders whose names are like that of ``path``."""
-    found = itertools.chain(folder.glob("*.py"), folder.glob("*/*.py"))
-    files = {str(file): file.name for file in itertools.islice(found, _MOST_FILES_TO_LOOK_AT)}
+    found = chain(folder.glob("*.py"), folder.glob("*/*.py"))
+    files = {str(file): file.name for file in islice(found, _MOST_FILES_TO_LOOK_AT)}
     near = nearest_names(Path(path).name, files.values(), cutoff=0.7)
     return [file for name in near for file, its_name in files.items() if its_name == name][:3]
 

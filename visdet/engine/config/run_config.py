@@ -1,6 +1,6 @@
 """The config of a run, whose text is formatted fast."""
 
-import copy
+from copy import deepcopy
 
 from mmengine.config import Config
 
@@ -17,7 +17,7 @@ class RunConfig(Config):
     def copy_of(cls, config: Config) -> "RunConfig":
         """Return a deep copy of ``config``."""
         result = cls()
-        result.__setstate__(copy.deepcopy(config).__getstate__())
+        result.__setstate__(deepcopy(config).__getstate__())
         return result
 
     @property

@@ -68,11 +68,12 @@ def _code_of_leaf(value: Any) -> str | None:
         return float.__repr__(value) if math.isfinite(value) else f"float('{float(value)}')"
     if _is_importable(value):
         return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
     try:
-        ast.literal_eval(repr(value))
+        ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
-    return repr(value)
+    return text
 
 
 def _is_importable(value: Any) -> bool:

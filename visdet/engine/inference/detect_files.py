@@ -1,11 +1,11 @@
 """Detecting objects in files, and writing what is found."""
 
-import contextlib
 import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -171,7 +171,7 @@ def detect_files(
                 picture.result()
     except BaseException:  # What was found until then is kept.
         if found:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 write_detections_file(predictions, found)
         raise
     write_detections_file(predictions, found)

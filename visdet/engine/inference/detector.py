@@ -1,11 +1,11 @@
 """Running a trained model on images."""
 
-import functools
 import logging
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any, Literal, overload
 
@@ -279,11 +279,11 @@ class Detector:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
             return [sample.to("cpu") for sample in model.test_step(pseudo_collate(items))]
 
-    @functools.cached_property
+    @cached_property
     def _graphs(self) -> dict[str, Any]:
         return graphs_for({"graph": True}, self.model, logging.getLogger(__name__))
 
-    @functools.cached_property
+    @cached_property
     def _visualizer(self) -> Any:
         drawing = section_of(self._cfg, "visualizer")
         if not hasattr(VISUALIZERS.get(drawing.get("type")), "draw_sample"):

@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from os.path import realpath
 from pathlib import Path
 
 from visdet.errors import InvalidInputError, UserError, listed
@@ -93,12 +94,12 @@ def find_images(
         UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is
             nothing to read.
     """
-    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(out_dir)))
+    pictures = None if out_dir is None else Path(realpath(pictures_folder(out_dir)))
     images: dict[str, None] = {}
     others: list[str] = []
     for path in chain.from_iterable(matches_of(local_path(given)) for given in one_or_several(paths)):
         place = Path(path)
-        if pictures and Path(os.path.realpath(path)).is_relative_to(pictures):
+        if pictures and Path(realpath(path)).is_relative_to(pictures):
             raise UserError(
                 f"{path} is in {pictures}, which is going to be written: choose another --out-dir"
             )
@@ -133,7 +134,7 @@ def _files_below(folder: str, pictures: Path | None) -> Iterator[str]:
 
     seen = {str(pictures)}
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(place)
+        real = realpath(place)
         if real in seen:  # A link may lead to a folder that contains it.
             folders.clear()
             continue

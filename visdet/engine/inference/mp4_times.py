@@ -25,7 +25,7 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
 
     Source: the format is ISO/IEC 14496-12. Only ``stts``, the table of durations, and the total durations change.
     """
-    edges = [0, *(round(seconds * _TICKS) for seconds in accumulate(durations))]
+    edges = [round(seconds * _TICKS) for seconds in accumulate(durations, initial=0)]
     end = edges[-1]
     ticks = [after - before for before, after in pairwise(edges)]
     with open(path, "r+b") as file:

@@ -1,6 +1,6 @@
 """Paths of the pictures that are drawn for images. No two images share a path."""
 
-import itertools
+from itertools import chain, count
 from pathlib import Path
 
 __all__ = ["PicturePaths"]
@@ -29,7 +29,7 @@ class PicturePaths:
             suffix: the suffix of the picture.
         """
         name = Path(image if name is None else name)
-        numbered = (name.with_name(f"{name.name}_{number}{suffix}") for number in itertools.count(2))
-        free = itertools.chain([name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")], numbered)
+        numbered = (name.with_name(f"{name.name}_{number}{suffix}") for number in count(2))
+        free = chain([name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")], numbered)
         place = next(path for path in free if self._image_of.setdefault(path, str(image)) == str(image))
         return self.folder / place
