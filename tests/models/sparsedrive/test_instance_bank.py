@@ -12,10 +12,7 @@ from visdet.registry import MODELS
 
 def metas_of(timestamps, poses=None, scenes=None):
     poses = [np.eye(4)] * len(timestamps) if poses is None else poses
-    img_metas = [
-        {"T_global": np.asarray(pose), "T_global_inv": np.linalg.inv(pose), "timestamp": float(time)}
-        for time, pose in zip(timestamps, poses, strict=True)
-    ]
+    img_metas = [{"T_global": np.asarray(pose), "T_global_inv": np.linalg.inv(pose)} for pose in poses]
     for meta, scene in zip(img_metas, scenes or (), strict=False):
         meta["scene_token"] = scene
     return {"timestamp": torch.tensor(timestamps, dtype=torch.float64), "img_metas": img_metas}

@@ -68,8 +68,8 @@ def queue_frame(ids, time, seed, scene="a"):
     }
     maps = [torch.randn(1, 6, 8, 4, 6, generator=generator)]
     pose = np.eye(4)
-    meta = {"T_global": pose, "T_global_inv": pose, "timestamp": time, "scene_token": scene}
-    return det, maps, {"img_metas": [meta]}
+    meta = {"T_global": pose, "T_global_inv": pose, "scene_token": scene}
+    return det, maps, {"img_metas": [meta], "timestamp": [time]}
 
 
 def run_queue(queue, frames, before=None):

@@ -1,7 +1,7 @@
 """Perceptrons of the published models, and several of them computed side by side."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,25 +75,17 @@ class SideBySide(nn.Module):
 
     def __init__(self, perceptrons: Sequence[Any]) -> None:
         super().__init__()
-        first_layers = [perceptron[0] for perceptron in perceptrons]
-        inputs = max(linear.in_features for linear in first_layers)
-        width = max(linear.out_features for linear in first_layers)
-        self.inputs = inputs
-        parameters = _parameters(perceptrons)
-        sizes = [parameter.numel() for parameter in parameters]
+        groups = _parameters(perceptrons)
+        width = max(map(len, groups[0]))
+        sizes = [parameter.numel() for parameter in chain(*groups)]
         total = sum(sizes)
-        parts = torch.arange(total).split(sizes)  # the numbers of all elements in their order
-        numbers = iter([part.view(tensor.shape) for part, tensor in zip(parts, parameters, strict=True)])
+        numbers = iter(torch.arange(total).split(sizes))  # of all elements in their order
         places: list[Tensor] = []
-        for depth in range(len(perceptrons[0]) // 3):
-            # Weight, bias, scale and shift of each perceptron.
-            given = [tuple(islice(numbers, 4)) for _ in perceptrons]
-            columns = width if depth else inputs
-            matrices, *others = zip(*given, strict=True)
-            weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight in matrices]
-            places.append(torch.stack([w.repeat(width // len(w), 1).T for w in weights]))
-            for vectors in others:
-                places.append(torch.stack([v.repeat(width // len(v))[None] for v in vectors]))
+        for group in groups:
+            tables = [next(numbers).view(len(parameter), -1) for parameter in group]
+            columns = max(table.shape[1] for table in tables)
+            padded = [F.pad(table, (0, columns - table.shape[1]), value=-1) for table in tables]
+            places.append(torch.stack([table.repeat(width // len(table), 1).T for table in padded]))
         self.shapes = [part.shape for part in places]
         flat = torch.cat([part.flatten() for part in places])
         self.register_buffer("places", torch.where(flat < 0, total, flat), persistent=False)
@@ -117,10 +109,10 @@ class SideBySide(nn.Module):
         with without_autocast(parts[0]):
             none = self.none
             shapes = self.shapes
-            flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), none[:1]])
+            flat = torch.cat([*(x.flatten() for x in chain(*_parameters(perceptrons))), none[:1]])
             selected = flat.index_select(0, self.places).split([shape.numel() for shape in shapes])
             tensors = iter([part.view(shape) for part, shape in zip(selected, shapes, strict=True)])
-            missing = [self.inputs - part.shape[-1] for part in parts]
+            missing = [shapes[0][1] - part.shape[-1] for part in parts]
             padded = [F.pad(part, (0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
             x = torch.stack(padded).flatten(1, -2).to(flat.dtype)
             eps = perceptrons[0][2].eps
@@ -134,11 +126,13 @@ class SideBySide(nn.Module):
         ]
 
 
-def _parameters(perceptrons: Sequence[Any]) -> list[Tensor]:
-    """Return weight, bias, scale and shift of the first layer of each perceptron, then of the second layers, ..."""
-    parameters: list[Tensor] = []
+def _parameters(perceptrons: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    """Return the weights of the first layers of all perceptrons, their biases, scales and shifts, then the second's."""
+    groups: list[tuple[Tensor, ...]] = []
     for first in range(0, len(perceptrons[0]), 3):
+        of_layers = []
         for perceptron in perceptrons:
             linear, _, norm = perceptron[first : first + 3]
-            parameters += [linear.weight, linear.bias, norm.weight, norm.bias]
-    return parameters
+            of_layers.append((linear.weight, linear.bias, norm.weight, norm.bias))
+        groups += zip(*of_layers, strict=True)
+    return groups

@@ -1,5 +1,6 @@
 """The losses of Sparse4D's head."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from visdet.errors import InvalidInputError
 
 from ..layers.precision import without_autocast
 from ..transfer import constants_on
-from .base_target import Assignment, PaddedInstances, PairCosts
+from .base_target import Assignment, InstanceTargets, PaddedInstances, PairCosts
 
 
 @dataclass
@@ -64,9 +65,9 @@ class Sparse4DLoss:
     def pair_costs(self, model_outs: dict[str, Any], truth: PaddedInstances) -> PairCosts:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
         with without_autocast(truth.labels):
-            cls, reg = _stacked(model_outs, first=0 if self.learns else -1)
-            pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
-            valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs)]
+            cls, reg = self._stacked(model_outs, first=0 if self.learns else -1)
+            pairs = self.sampler.pair_costs(cls.detach(), reg.detach(), truth)
+            valid = [is_valid.sum().float() for _, _, is_valid in model_outs.get("dn_targets", ())]
             return pairs._replace(num_denoising=torch.stack(valid)) if valid else pairs
 
     def losses(
@@ -84,92 +85,75 @@ class Sparse4DLoss:
         if not self.learns:
             return {}
         with without_autocast(truth.labels):
-            weights = self.reg_weights
-            cls, reg = _stacked(model_outs)
-            reg = reg[..., : len(weights)]
+            cls, reg = self._stacked(model_outs)
             num_layers = len(cls)
             num_positive = assigned.num_positive
-            background = cls.shape[-1]
-            cls_target, reg_target, reg_weight = self.sampler.targets_of(
-                assigned.index, truth, pairs.ordering, background
-            )
+            targets = self.sampler.targets_of(assigned.index, truth, pairs.ordering, cls.shape[-1])
             # Constants go to the device once, and without waiting for it.
-            reg_scale = constants_on(reg.device, weights, reg.dtype)
-            reg_weight = reg_weight * reg_scale
-            is_matched = cls_target < background
+            reg_scale = constants_on(reg.device, self.reg_weights, reg.dtype)
             losses = self._losses_of_layers(
-                cls,
-                reg,
-                model_outs["quality"],
-                (cls_target, reg_target, reg_weight, is_matched),
-                num_positive[:num_layers],
+                cls, reg, model_outs["quality"], targets, num_positive[:num_layers], reg_scale
             )
-            queries = self._denoising_targets(model_outs)
-            if queries:
-                num_valid = num_positive[num_layers:]
-                losses |= self._denoising_losses(model_outs, queries, num_valid, reg_scale)
+            if "dn_targets" in model_outs:
+                losses |= self._denoising_losses(model_outs, num_positive[num_layers:], reg_scale)
             return losses
+
+    def _stacked(self, model_outs: dict[str, Any], first: int = 0, prefix: str = "") -> tuple[Tensor, Tensor]:
+        """Return the float32 classes [L, B, N, C] and regressed numbers [L, B, N, D] of layers from ``first`` on."""
+        cls, reg = (model_outs[f"{prefix}{name}"][first:] for name in ("classification", "prediction"))
+        return torch.stack(cls).float(), torch.stack(reg)[..., : len(self.reg_weights)].float()
 
     def _losses_of_layers(
         self,
         cls: Tensor,
         reg: Tensor,
         quality: list[Any],
-        targets: tuple[Tensor, Tensor, Tensor, Tensor],
+        targets: InstanceTargets,
         num_positive: Tensor,
+        reg_scale: Tensor,
     ) -> dict[str, Tensor]:
-        """Return the losses of L layers by name, from tensors [L, B, N, ...]. num_positive [L] divides their sums.
+        """Return the losses of L layers by name. num_positive [L] divides their sums.
 
         The quality is that of each layer, [B, N, 2] or None.
         """
-        cls = cls.flatten(0, 2)
-        reg = reg.flatten(0, 2)
-        known = None if quality[0] is None else torch.stack(quality).float().flatten(0, 2)
-        cls_target, reg_target, reg_weight, is_matched = (x.flatten(0, 2) for x in targets)
         background = cls.shape[-1]
-        labels = torch.where(is_matched, cls_target, background)
+        cls_target = targets.labels
+        is_matched = cls_target < background
         learns = is_matched
         threshold = self.cls_threshold_to_reg
         if threshold > 0:
             learns = learns & (cls.detach().amax(-1).sigmoid() > threshold)
-        boxes = reg_target[..., : reg.shape[-1]].nan_to_num(nan=0.0)
-        options = {"weight": reg_weight, "quality": known, "cls_target": cls_target, "mask": learns}
-        return self._by_layer((cls, labels, None), (reg, boxes), num_positive, "_", **options)
-
-    def _denoising_targets(self, model_outs: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (class, box, valid) of the queries, [n], [n, D] and [n].
-
-        The list has two elements, for the layers before and after the queries of the previous frame have joined.
-        Without denoising it is empty.
-        """
-        return [
-            (label.flatten(0, 1), box.flatten(0, 1)[:, : len(self.reg_weights)], is_valid.flatten(0, 1))
-            for label, box, is_valid in model_outs.get("dn_targets", ())
-        ]
+        return self._by_layer(
+            (cls, torch.where(is_matched, cls_target, background), None),
+            (reg, targets.values[..., : reg.shape[-1]].nan_to_num(nan=0.0)),
+            num_positive,
+            "_",
+            weight=targets.weights * reg_scale,
+            quality=None if quality[0] is None else torch.stack(quality).float(),
+            cls_target=cls_target,
+            mask=learns,
+        )
 
     def _denoising_losses(
-        self,
-        model_outs: dict[str, Any],
-        queries: list[tuple[Tensor, Tensor, Tensor]],
-        num_valid: Tensor,
-        reg_scale: Tensor,
+        self, model_outs: dict[str, Any], num_valid: Tensor, reg_scale: Tensor
     ) -> dict[str, Tensor]:
-        """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
-        scores, boxes = _stacked(model_outs, prefix="dn_")
-        num_layers = len(scores)
-        background = scores.shape[-1]
-        scores = scores.flatten(0, 2)
-        boxes = boxes.flatten(0, 2)
-        is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
-        of_layers = [queries[later] for later in is_later]
-        cls_target, reg_target, is_valid = (torch.cat(parts) for parts in zip(*of_layers, strict=True))
+        """Return the losses of the denoising queries of all layers by name.
+
+        num_valid [2] divides their sums, in the layers before and after the queries of the previous frame have joined.
+        """
+        scores, boxes = self._stacked(model_outs, prefix="dn_")
+        first_joined = self.num_single_frame_decoder
+        is_later = tuple(int(layer >= first_joined >= 0) for layer in range(len(scores)))
+        of_layers = constants_on(num_valid.device, is_later)
+        cls_target, reg_target, is_valid = (
+            torch.stack(both)[of_layers] for both in zip(*model_outs["dn_targets"], strict=True)
+        )
+        reg_target = reg_target[..., : boxes.shape[-1]]
         is_box = cls_target >= 0
-        labels = torch.where(is_box, cls_target, background)
-        divisors = num_valid[constants_on(num_valid.device, tuple(is_later))]
         return self._by_layer(
-            (scores, labels, is_valid.to(scores.dtype)),
-            (boxes[:, : reg_target.shape[1]], reg_target),
-            divisors,
+            (scores, torch.where(is_box, cls_target, scores.shape[-1]), is_valid.to(scores.dtype)),
+            (boxes, reg_target),
+            num_valid[of_layers],
             "_dn_",
             weight=reg_scale.expand_as(reg_target),
             mask=is_valid & is_box,
@@ -186,14 +170,14 @@ class Sparse4DLoss:
         """Return the sum of each layer's losses over its divisor, by the name of the loss and of the layer.
 
         Args:
-            classes, boxes: predictions, targets and, for classes, weights [L * n, ...], layer after layer.
-            divisors: [L]. options: those of ``loss_reg``.
+            classes, boxes: predictions, targets and, for classes, weights [L, B, N, ...].
+            divisors: [L]. options: those of ``loss_reg``, [L, B, N, ...].
         """
         prefix = f"{self.task_prefix}_"
-        cls, labels, counts = classes
+        flat_options = dict(zip(options, _flat(options.values()), strict=True))
         elements = {
-            f"{prefix}loss_cls": self.loss_cls(cls, labels, counts, reduction_override="none"),
-            **self.loss_reg(*boxes, prefix=prefix, reduction_override="none", **options),
+            f"{prefix}loss_cls": self.loss_cls(*_flat(classes), reduction_override="none"),
+            **self.loss_reg(*_flat(boxes), prefix=prefix, reduction_override="none", **flat_options),
         }
         losses: dict[str, Tensor] = {}
         for name, of_loss in elements.items():
@@ -203,7 +187,6 @@ class Sparse4DLoss:
         return losses
 
 
-def _stacked(model_outs: dict[str, Any], first: int = 0, prefix: str = "") -> tuple[Tensor, Tensor]:
-    """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers from ``first`` on in float32."""
-    cls, reg = (model_outs[f"{prefix}{name}"][first:] for name in ("classification", "prediction"))
-    return torch.stack(cls).float(), torch.stack(reg).float()
+def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return tensors [L, B, N, ...] as [L * B * N, ...]."""
+    return [None if tensor is None else tensor.flatten(0, 2) for tensor in tensors]

@@ -11,6 +11,7 @@ from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
 from ...losses import weight_of_rows
+from ...transfer import constants_on
 from .box3d import CNS, SIN_YAW, VX, YNS, W, X
 
 _HEADING = slice(SIN_YAW, VX)  # (sin, cos) of the yaw
@@ -44,7 +45,7 @@ class SparseBox3DLoss(nn.Module):
         self.loss_box = built(loss_box, MODELS)
         self.loss_cns = built(loss_centerness, MODELS)
         self.loss_yns = built(loss_yawness, MODELS)
-        self.cls_allow_reverse = None if cls_allow_reverse is None else list(cls_allow_reverse)
+        self.cls_allow_reverse = None if cls_allow_reverse is None else tuple(cls_allow_reverse)
 
     def forward(
         self,
@@ -90,9 +91,7 @@ class SparseBox3DLoss(nn.Module):
 
     def reversed_target(self, box: Tensor, box_target: Tensor, cls_target: Tensor) -> Tensor:
         """Return the targets, with (sin, cos) negated if the class allows it and the prediction faces away."""
-        may_turn = torch.zeros_like(cls_target, dtype=torch.bool)
-        for label in self.cls_allow_reverse or ():
-            may_turn = may_turn | (cls_target == label)
+        may_turn = torch.isin(cls_target, constants_on(box.device, self.cls_allow_reverse, torch.int64))
         turn = may_turn & (self._yaw_similarity(box, box_target) < 0)
         heading = box_target[:, _HEADING]
         turned = torch.where(turn[:, None], -heading, heading)

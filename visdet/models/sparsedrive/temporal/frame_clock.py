@@ -119,21 +119,17 @@ class FrameClock:
         """Return the clock of a batch.
 
         Args:
-            metas: ``img_metas``, one dict per sample with ``T_global`` and ``T_global_inv`` [4, 4], and with
-                ``timestamp`` (seconds) and ``scene_token`` if they are known. ``timestamp`` [B] (seconds) is used if
-                ``img_metas`` has none.
+            metas: ``timestamp`` [B] in seconds, and ``img_metas``, one dict per sample with ``T_global`` and
+                ``T_global_inv`` [4, 4], and with ``scene_token`` if it is known.
 
         Raises:
             ValueError: there is no time, or a time or a pose is not finite.
         """
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
-        stamps = [sample.get("timestamp") for sample in samples]
-        if None in stamps:
-            if "timestamp" not in metas:
-                raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
-            stamps = torch.as_tensor(metas["timestamp"]).tolist()  # The host may wait for it.
+        if "timestamp" not in metas:
+            raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
         clock = cls(
-            timestamp=tuple(map(float, stamps)),
+            timestamp=tuple(torch.as_tensor(metas["timestamp"]).tolist()),  # The host may wait for it.
             to_world=_poses(samples, "T_global"),
             from_world=_poses(samples, "T_global_inv"),
             scene=tuple(sample.get("scene_token") for sample in samples),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,17 +125,23 @@ class InstanceQueue(BaseModule):
             [B, N + 1, T, D] of the last T frames, where the ego comes last; [B, N + 1, T] bool, True where nothing is
             remembered; the state.
         """
+        feature = det_output["instance_feature"].detach()
         if step is None or state is None:
-            state = InstanceQueueState()
+            new = feature.new_zeros(feature.shape[:2], dtype=torch.int64)
+            state = InstanceQueueState(period=new, ego_period=new[:, :1])
         else:
-            motion = step.previous_to_current
-
-            def moved(anchors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                return tuple(anchor_handler.anchor_projection(anchor, motion) for anchor in anchors)
-
-            state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
-        state = self._follow(state, det_output, step)
-        ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, step)
+            state = self._continued(state, det_output, step, anchor_handler)
+        ego_feature, ego_anchor = self._ego(state, feature_maps, step)
+        length = self.queue_length
+        state = replace(
+            state,
+            features=self._latest(state.features, feature),
+            anchors=self._latest(state.anchors, det_output["prediction"][-1].detach()),
+            period=(state.period + 1).clamp(max=length),
+            ego_features=self._latest(state.ego_features, ego_feature.detach()),
+            ego_anchors=self._latest(state.ego_anchors, ego_anchor.detach()),
+            ego_period=(state.ego_period + 1).clamp(max=length),
+        )
         period = torch.cat([state.period, state.ego_period], dim=1)
         features, ego_features, anchors, ego_anchors = (
             torch.stack(frames, 2)
@@ -145,43 +152,35 @@ class InstanceQueue(BaseModule):
         ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
         return ego_feature, ego_anchor, features, anchors, ages > period[..., None], state
 
-    def _follow(
-        self, state: InstanceQueueState, det_output: dict[str, Any], step: DeviceStep | None
+    def _continued(
+        self, state: InstanceQueueState, det_output: dict[str, Any], step: DeviceStep, anchor_handler: Any
     ) -> InstanceQueueState:
-        """Reorder what is remembered like the instances of this frame, and add the frame."""
-        feature = det_output["instance_feature"].detach()
-        anchor = det_output["prediction"][-1].detach()
-        features = state.features
-        anchors = state.anchors
+        """Return what is remembered in the order and in the coordinates of the instances of this frame."""
         threshold = self.tracking_threshold
-        if step is None:
-            period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
-        else:
-            own_id = det_output["instance_id"][..., None]
-            match: Tensor = (own_id == state.instance_id[:, None]) & (own_id >= 0)
-            match = match & step.is_continued[:, None, None]  # [B, N, N before]
-            if threshold > 0:
-                match = match & (state.confidence > threshold)[:, None]
-            features = tuple(_chosen(match, x) for x in features)
-            anchors = tuple(_chosen(match, x) for x in anchors)
-            period = (match * state.period[:, None]).sum(2)
+        is_continued = step.is_continued[:, None]
+        own_id = det_output["instance_id"][..., None]
+        match: Tensor = (own_id == state.instance_id[:, None]) & (own_id >= 0)
+        match = match & is_continued[..., None]  # [B, N, N before]
+        if threshold > 0:
+            match = match & (state.confidence > threshold)[:, None]
+        moved = partial(anchor_handler.anchor_projection, T_src2dst=step.previous_to_current)
         return replace(
             state,
-            features=self._latest(features, feature),
-            anchors=self._latest(anchors, anchor),
-            period=(period + 1).clamp(max=self.queue_length),
+            features=tuple(_chosen(match, x) for x in state.features),
+            anchors=tuple(_chosen(match, moved(x)) for x in state.anchors),
+            period=(match * state.period[:, None]).sum(2),
+            ego_anchors=tuple(map(moved, state.ego_anchors)),
+            ego_period=torch.where(is_continued, state.ego_period, 0),
         )
 
     def _latest(self, frames: tuple[Tensor, ...], frame: Tensor) -> tuple[Tensor, ...]:
         """Return the frames that are kept when another one has come."""
         return (*frames, frame)[-self.queue_length :]
 
-    def _with_ego(
-        self,
-        state: InstanceQueueState,
-        feature_maps: Sequence[Any],
-        step: DeviceStep | None,
-    ) -> tuple[Tensor, Tensor, InstanceQueueState]:
+    def _ego(
+        self, state: InstanceQueueState, feature_maps: Sequence[Any], step: DeviceStep | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the feature [B, 1, C] and the anchor [B, 1, D] of the ego in this frame."""
         front = feature_maps[-1][:, 0]
         if is_flat(feature_maps):
             features, shapes, starts = feature_maps
@@ -189,26 +188,16 @@ class InstanceQueue(BaseModule):
             start = int(starts[0, -1])
             front = features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
         feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
-        batch_size = feature.shape[0]
-        anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
-        if step is None:
-            period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
-        else:
+        anchor = self.ego_anchor.repeat(feature.shape[0], 1, 1)
+        if step is not None:
             is_continued = step.is_continued[:, None]
-            period = torch.where(is_continued, state.ego_period, 0)
             if self.ego_motion_encoder is None:
                 speed = state.ego_status[..., _FORWARD_SPEED]
                 anchor[..., VY] = torch.where(is_continued, speed, 0).to(anchor.dtype)
             else:
                 velocity = torch.where(is_continued, step.velocity, 0).to(anchor.dtype)
                 anchor[..., VX : VY + 1] = velocity.unsqueeze(1)
-        state = replace(
-            state,
-            ego_features=self._latest(state.ego_features, feature.detach()),
-            ego_anchors=self._latest(state.ego_anchors, anchor.detach()),
-            ego_period=(period + 1).clamp(max=self.queue_length),
-        )
-        return feature, anchor, state
+        return feature, anchor
 
     def ego_motion_embed(self, state: InstanceQueueState) -> Tensor | None:
         """Return an embedding [B, 1, C] of the ego's velocity and of its change since the previous frame.
