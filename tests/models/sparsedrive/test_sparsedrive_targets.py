@@ -37,8 +37,7 @@ class FixedDraws:
 
     def __call__(self, like):
         draw = self.draws.pop(0)
-        assert draw.shape == like.shape
-        return draw.clone()
+        return draw.view_as(like)
 
 
 def test_denoising_matches_golden(monkeypatch):

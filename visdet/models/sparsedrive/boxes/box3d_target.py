@@ -161,35 +161,35 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         if limit <= 0:
             limit = sys.maxsize
         G = self.num_dn_groups
-        B = len(cls_target)
         most = min(max(map(len, cls_target), default=0), limit)
         if G <= 0 or most == 0:
             return None
         device = cls_target[0].device
         N = min(room_for(most, LEAST_ROOM), limit) if pads else most
-        labels = padded_rows(cls_target, device, N, _PADDING).long().repeat(G, 1)  # [G·B, N], group by group
-        boxes = padded_rows([encode_box(box) for box in box_target], device, N).nan_to_num().repeat(G, 1, 1)
+        labels = padded_rows(cls_target, device, N, _PADDING).long()
+        boxes = padded_rows([encode_box(box) for box in box_target], device, N).nan_to_num()
         boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
-        ids = None
-        if gt_instance_id is not None and self.num_temp_dn_groups > 0:
-            ids = padded_rows(gt_instance_id, device, N, -1).long().repeat(G, 1)
         scale = to_device(self.dn_noise_scale, device, boxes.dtype)
-        anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
+        of_groups = boxes.repeat(G, 1, 1, 1)  # [G, B, N, 10]
+        anchors = of_groups + (torch.rand_like(of_groups) * 2 - 1) * scale
         if self.add_neg_dn:
-            distance = torch.rand_like(boxes) + 1
-            sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
-            anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
+            distance = torch.rand_like(of_groups) + 1
+            sign = torch.where(torch.rand_like(of_groups) > 0.5, 1.0, -1.0)
+            anchors = torch.cat([anchors, of_groups + distance * sign * scale], dim=2)
 
-        costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], 1.0))
+        costs = for_solver(self.weighted_distance(anchors[..., None, :], boxes[:, None], 1.0))
         index = solve_padded(costs, [N] * len(labels))
 
         def by_sample(values: Tensor) -> Tensor:
-            """Return values [G·B, n, ...] as [B, G·n, ...]."""
-            return values.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2)
+            """Return values [G, B, n, ...] as [B, G·n, ...]."""
+            return values.transpose(0, 1).flatten(1, 2)
 
         dn_labels = by_sample(labels_at(labels, index, _BACKGROUND))
-        n = anchors.shape[1]
-        is_box = by_sample((labels >= 0).repeat(1, n // N))
+        n = anchors.shape[2]
+        is_box = (labels >= 0).repeat(1, G * n // N)
+        ids = None
+        if gt_instance_id is not None and self.num_temp_dn_groups > 0:
+            ids = by_sample(labels_at(padded_rows(gt_instance_id, device, N, -1).long(), index, -1))
         group = torch.arange(G, device=device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
         added = (torch.arange(n, device=device) % N >= most).repeat(G)
@@ -200,7 +200,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             dn_labels,
             apart,
             (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
-            None if ids is None else by_sample(labels_at(ids, index, -1)),
+            ids,
         )
 
     def update_dn(
@@ -228,9 +228,10 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         """
         own_ids: Any = queries.id_target
         N = num_normal_anchor
-        G = self.num_dn_groups
-        ids = _grouped(own_ids, G)
-        reg_target = _grouped(queries.reg_target, G)
+        of_queries = queries.reg_target, queries.cls_target, queries.valid_mask, own_ids
+        own = instance_feature[:, N:], anchor[:, N:], *of_queries
+        of_frame = [_grouped(x, self.num_dn_groups) for x in own]
+        _, _, reg_target, _, _, ids = of_frame
         state_ids = state["dn_id_target"]
         T = state_ids.shape[1]  # temporal groups
         is_same = state_ids[..., None] == ids[:, :T, None]  # [B, T, n before, n]
@@ -243,11 +244,8 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
             state["valid_mask"],
             state_ids,
         )
-        of_instances = instance_feature[:, N:], anchor[:, N:]
-        of_queries = queries.reg_target, queries.cls_target, queries.valid_mask, own_ids
         merged = []
-        for old, new in zip(of_state, (*of_instances, *of_queries), strict=True):
-            new = _grouped(new, G)
+        for old, new in zip(of_state, of_frame, strict=True):
             n = new.shape[2]
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
             old = old[:, :, :n]  # It gets as many queries in a group as there are now.
