@@ -70,6 +70,7 @@ def rows_to_keep(
     """Return ``is_kept`` [B, n] of the best predictions, or nothing if neither option leaves rows out.
 
     Args:
+        best: the best predictions. With ``min_distance``, those of the greatest scores come first.
         boxes: [B, Q, D], the predictions, which begin with the centres. score_threshold, min_distance: see
             ``SparseBox3DDecoder``.
     """
@@ -80,17 +81,12 @@ def rows_to_keep(
     if score_threshold is not None:
         is_kept = best.class_score >= score_threshold
     if min_distance is not None:
-        order = best.score.argsort(dim=1, descending=True, stable=True)
-        query = best.query.gather(1, order)
-        label = label.gather(1, order)
         # OpenVINO does not gather from a slice.
-        centres = rows_at(query, boxes.float())[..., :2]
+        centres = rows_at(best.query, boxes.float())[..., :2]
         is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance
         hides = (is_near & (label[:, :, None] == label[:, None])).triu(1)
-        is_free = is_kept.gather(1, order)
         for row in range(label.shape[1]):
-            is_free = is_free & ~(hides[:, row] & is_free[:, row, None])
-        is_kept = torch.empty_like(is_free).scatter_(1, order, is_free)
+            is_kept = is_kept & ~(hides[:, row] & is_kept[:, row, None])
     return {"is_kept": is_kept}
 
 
@@ -128,7 +124,7 @@ class SparseBox3DDecoder:
     Args:
         num_output: greatest number of results of a sample, 300 with None.
         score_threshold: least class score, before it is multiplied by the centerness. With None all results are kept.
-        sorted: whether the best results come first. With quality they always do.
+        sorted: whether the best results come first. With quality or ``min_distance`` they always do.
         min_distance: a box is left out if its centre is nearer than this, in metres, to that of a better box of its
             class that is kept. With None no box is.
 
@@ -167,8 +163,10 @@ class SparseBox3DDecoder:
         num_output = self.num_output
         if num_output is None:
             num_output = 300
-        best = select_best(logits, num_output, of_layer, self.sorted, once_each=instance_id is not None)
-        return boxes, of_layer, best, rows_to_keep(best, boxes, self.score_threshold, self.min_distance)
+        min_distance = self.min_distance
+        is_sorted = self.sorted or min_distance is not None
+        best = select_best(logits, num_output, of_layer, is_sorted, once_each=instance_id is not None)
+        return boxes, of_layer, best, rows_to_keep(best, boxes, self.score_threshold, min_distance)
 
     @torch.no_grad()
     def select(

@@ -156,42 +156,35 @@ class HierarchicalPlanningDecoder:
         is_seen = probabilities_of(det_output).amax(-1) >= score_threshold  # [B, N]
         motion = last_of(motion_output, "prediction")[..., : self.ego_fut_ts, :].cumsum(-2)
         motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
-        path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
-        yaw = _yaws(path, yaw_of(anchors))
-        others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)
+        yaw = _yaws(motion, yaw_of(anchors))
+        others = motion + anchors[:, :, None, :2], yaw, anchors[:, :, None, W : L + 1].exp()
+        other_boxes = [x[:, None] for x in others]  # [B, 1, N, T or 1, ...]
 
-        path = _from_start(plan)
-        yaw = _yaws(path, plan.new_full(plan.shape[:-2], math.pi / 2))
-        centre = path[..., 1:, :] + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
-        size = (scale * constants_on(path.device, _EGO_SIZE_M)).expand(*yaw.shape, 2)
-        ego_boxes = [x[:, :, None] for x in (centre, yaw, size)]  # [B, M, 1, T, ...]
-        other_boxes = [x[:, None] for x in others]
+        yaw = _yaws(plan, plan.new_full(plan.shape[:-2], math.pi / 2))
+        centre = plan + ahead * torch.stack([yaw.cos(), yaw.sin()], -1)
+        size = scale * constants_on(plan.device, _EGO_SIZE_M)
+        ego_boxes = centre[:, :, None], yaw[:, :, None], size  # [B, M, 1, T, ...] and [2]
         meets = _corner_inside(ego_boxes, other_boxes) | _corner_inside(other_boxes, ego_boxes)
         collides = (meets & is_seen[:, None, :, None]).flatten(2).any(-1)
         return collides.float() * ~collides.all(-1, keepdim=True)
 
 
-def _from_start(path: Tensor) -> Tensor:
-    """Return a path [..., T, 2] that is preceded by its starting point, the origin."""
-    return F.pad(path, (0, 0, 1, 0))
-
-
 def _yaws(path: Tensor, start: Tensor, standing: float = 0.5) -> Tensor:
-    """Return the headings [..., T] in radians along a path [..., T + 1, 2], at the places behind its beginning.
+    """Return the headings [..., T] in radians at the places of a path [..., T, 2] that begins at the origin.
 
     If the path ends within ``standing`` metres of its beginning, all of them are ``start``.
     """
-    places = torch.cat([path, path[..., -1:, :]], -2)
+    places = torch.cat([F.pad(path, (0, 0, 1, 0)), path[..., -1:, :]], -2)
     direction = places[..., 2:, :] - places[..., :-2, :]
     yaw = torch.atan2(direction[..., 1], direction[..., 0])
-    stands = torch.linalg.vector_norm(path[..., -1, :] - path[..., 0, :], dim=-1) < standing
+    stands = torch.linalg.vector_norm(path[..., -1, :], dim=-1) < standing
     return torch.where(stands[..., None], start[..., None], yaw)
 
 
 def _corner_inside(boxes: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return whether a corner of each box lies in the other box, bool [...].
 
-    Boxes are given by their centre [..., 2], yaw [...] and size [..., 2].
+    Boxes are given by their centre [..., 2], yaw [...] and size [..., 2], whose shapes are broadcast.
     """
     centre, yaw, size = boxes
     other_centre, other_yaw, other_size = others
