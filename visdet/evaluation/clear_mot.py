@@ -99,15 +99,12 @@ def count_events(
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
     ids = truth.ids
     tracks = predicted.ids
-    column_of = {track: column for column, track in enumerate(tracks.tolist())}
     is_near = np.isfinite(between)
     cost = np.where(is_near, between, _FAR)
-    kept = set()
-    for row, identity in enumerate(ids.tolist()):
-        column = column_of.get(track_of.get(identity, -1))
-        if column is not None and column not in kept and is_near[row, column]:
-            kept.add(column)
-            cost[row, column] = -(_FAR**2)
+    last_tracks = np.array([track_of.get(identity, -1) for identity in ids.tolist()])
+    continues = (last_tracks[:, None] == tracks) & is_near
+    is_first = continues.cumsum(axis=0) == 1  # of the objects that had the track last
+    cost[continues & is_first] = -(_FAR**2)
     # scipy.optimize is slow to import, and it is not needed before the first evaluation.
     from scipy.optimize import linear_sum_assignment
 

@@ -80,11 +80,10 @@ class TrackingMetric(DrivingBoxMetric):
         for frame in sorted(results, key=itemgetter("time")):
             scenes.setdefault(frame["scene"], []).append(frame)
         names = self.names
-        labels = {label: name for label, name in enumerate(names) if name not in _NOT_TRACKED}
         reaches = [0.0 if name in _NOT_TRACKED else self.range_of(name) for name in names]
         tracks = [self._tracks(scene, reaches) for scene in scenes.values()]
         rows: dict[str, dict[str, float]] = {}
-        for label, name in labels.items():
+        for label, name in enumerate(names):  # There are no boxes of classes that are not tracked.
             of_class = [_of_class(scene, label) for scene in tracks]
             if any(len(truth.ids) for truth, _ in chain.from_iterable(of_class)):
                 rows[name] = _scores_of_class(of_class)

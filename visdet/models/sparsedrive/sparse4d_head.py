@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,7 @@ class Sparse4DState:
     denoising: dict[str, Tensor] | None = None
 
 
-@dataclass
-class _Memory:
+class _Memory(NamedTuple):
     """The instances of the previous frame [B, K, C], and whether each sample has them.
 
     All layers attend to the same features, so that the values of the attention are computed only once.
@@ -274,7 +273,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
                 if num_predicted > num_single_frame and memory is not None:
-                    memory.embed = embed_of_attention[:, : bank.num_temp_instances]
+                    memory = memory._replace(embed=embed_of_attention[:, : bank.num_temp_instances])
 
         N = bank.num_anchor
         output = self._outputs(predicted, (denoising, joined))
@@ -344,19 +343,17 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         """
         if memory is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
-        past = memory.feature
-        past_embed = memory.embed
-        past_value = memory.value
-        if all(memory.history):
+        past, past_value, past_embed, mask, history = memory
+        if all(history):
             return self.attend(layer, feature, embed, past, past_embed, past_value)
         # Keys of both kinds stand side by side, and each sample attends to those of one kind.
         K = past.shape[1]
-        has_history = memory.mask[:, None]
         keys = torch.cat([past, feature], 1)
         embeds = torch.cat([past_embed, embed], 1)
         own_value = torch.cat([feature, embed], -1) if self.decouple_attn else feature
         value = torch.cat([past_value, own_value.to(past_value.dtype)], 1)
-        hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
+        is_past = torch.arange(keys.shape[1], device=keys.device) < K
+        hidden = is_past ^ mask[:, None]
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (K, 0))
         return self.attend(
