@@ -143,12 +143,12 @@ def _pixels(
     with torch.inference_mode(False), torch.no_grad():
         shapes = torch.tensor(level_sizes)
         areas = shapes.prod(1)
-        level = torch.cat([torch.full((size[0] * size[1],), index) for index, size in enumerate(level_sizes)])
-        rows_columns = torch.cat([torch.cartesian_prod(*map(torch.arange, size)) for size in level_sizes])
+        grids = [torch.cartesian_prod(*map(torch.arange, size)) for size in level_sizes]
+        level = torch.cat([torch.full((len(grid),), index) for index, grid in enumerate(grids)])
         sources = torch.full((len(level_sizes), 2, max(map(max, level_sizes))), torch.iinfo(torch.int64).max)
         for index, size in enumerate(level_sizes):
             for axis, length in enumerate(size):
                 image_pixels = torch.arange(batch_size_px[axis], dtype=torch.float32)
                 sources[index, axis, :length] = F.interpolate(image_pixels[None, None], size=length)
-        tables = (shapes, areas.cumsum(0) - areas, level, rows_columns, sources)
+        tables = (shapes, areas.cumsum(0) - areas, level, torch.cat(grids), sources)
         return _Pixels(*(to_device(table, device) for table in tables))

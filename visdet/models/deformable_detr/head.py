@@ -269,10 +269,10 @@ class DeformableDETRHead(BaseModule):
 
     def divisors(self, matched: Tensor) -> Tensor:
         """Return the divisors [2] of the class loss and of the other losses for a number of matched predictions."""
-        num_boxes = matched.float().reshape(1)
+        num_boxes = matched.float()
         mean_boxes = mean_count(num_boxes)
         cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
-        return torch.cat((cls_boxes, mean_boxes))
+        return torch.stack((cls_boxes, mean_boxes))
 
     def losses(
         self, sets: Mapping[str, SetPrediction], targets: PaddedTargets, assignment: Mapping[str, Tensor]

@@ -23,7 +23,7 @@ class Padding:
     def __init__(self, image_sizes: Tensor, batch_size_px: tuple[int, int]) -> None:
         self._image_sizes = image_sizes
         self._batch_size_px = batch_size_px
-        self._inside: dict[tuple[int, int], Tensor] = {}
+        self._inside: dict[torch.Size, Tensor] = {}
 
     def sizes_on(self, map_size: Sequence[int]) -> Tensor:
         """Return the (height, width) [B, 2] of the images on a map that strides of 2 have made of the batch."""
@@ -39,12 +39,12 @@ class Padding:
 
     def inside(self, x: Tensor) -> Tensor:
         """Return where a map [B, C, H, W] is not padding, bool [B, 1, H, W]."""
-        height, width = x.shape[-2:]
-        if (height, width) not in self._inside:
-            rows, columns = (side.view(-1, 1, 1, 1) for side in self.sizes_on((height, width)).unbind(1))
-            row, column = (torch.arange(length, device=x.device) for length in (height, width))
-            self._inside[height, width] = (row.unsqueeze(1) < rows) & (column < columns)
-        return self._inside[height, width]
+        size = x.shape[-2:]
+        if size not in self._inside:
+            rows, columns = self.sizes_on(size).view(-1, 2, 1, 1, 1).unbind(1)
+            row, column = (torch.arange(length, device=x.device) for length in size)
+            self._inside[size] = (row.unsqueeze(1) < rows) & (column < columns)
+        return self._inside[size]
 
     def cleared(self, x: Tensor) -> Tensor:
         """Return a map [B, C, H, W] with zeros beyond each image, in the memory format of ``x``."""

@@ -50,7 +50,7 @@ class LayerNorm(nn.LayerNorm):
     ) -> Tensor:
         """Return the layer normalisation of ``residual + dropout(input, p)``; see ``dropout_add_layer_norm``."""
         if self.weight is None or self.bias is None or len(self.normalized_shape) != 1:
-            dropped = F.dropout(input, p) if p > 0 else input
+            dropped = F.dropout(input, p)
             return super().forward(dropped if residual is None else residual + dropped)
         return dropout_add_layer_norm(input, residual, self.weight, self.bias, p, self.eps, next_pos=next_pos)
 

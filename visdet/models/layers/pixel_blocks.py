@@ -9,6 +9,8 @@ from visdet.ops.tracing import is_traced
 from .plain import is_plain
 from .precision import HALF_TYPES, autocast_dtype
 
+# kernel size, stride, padding, dilation, groups and padding mode of the first convolution of a ResNet
+_GEOMETRY = ((7, 7), (2, 2), (3, 3), (1, 1), 1, "zeros")
 _BLOCK = 2  # pixels along each side
 _CHANNEL_MULTIPLE = 16  # The kernels of cuDNN that use the matrix units read so many 16-bit channels at once.
 
@@ -21,9 +23,8 @@ def suits_blocks(conv: nn.Module, x: Tensor) -> bool:
     """
     if not is_plain(conv, nn.Conv2d) or not x.is_cuda or is_traced():
         return False
-    if (conv.kernel_size, conv.stride, conv.padding, conv.dilation) != ((7, 7), (2, 2), (3, 3), (1, 1)):
-        return False
-    if conv.bias is not None or conv.groups != 1 or conv.padding_mode != "zeros":
+    own = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
+    if own != _GEOMETRY or conv.bias is not None:
         return False
     is_short = _BLOCK**2 * conv.in_channels <= _CHANNEL_MULTIPLE
     return is_short and autocast_dtype(x) in HALF_TYPES
