@@ -129,8 +129,8 @@ class RotatedBoxCoder(UprightBoxCoder):
         along = torch.cat((cos, sin), dim=-1) / scale
         across = torch.cat((sin, cos), dim=-1) / scale
         lengths = torch.stack((diagonals(along), diagonals(across)), dim=-1)
-        direction = torch.atan2(along[..., 1:], along[..., :1])
-        boxes = torch.cat((center / scale, sides * lengths, direction), dim=-1)
+        x, y = along.split(1, dim=-1)
+        boxes = torch.cat((center / scale, sides * lengths, torch.atan2(y, x)), dim=-1)
         return regularized(boxes, self.angle_version)
 
     def _of_lengths(self, function: Logit, boxes: Tensor) -> Tensor:

@@ -92,16 +92,14 @@ class DetDataPreprocessor(FollowsModel):
         data = self.cast_data(data)
         images = data["inputs"]
         data_samples = data.get("data_samples")
-        image_sizes = [tuple(image.shape[-2:]) for image in images]
+        image_sizes = [image.shape[-2:] for image in images]
         planned = data_samples[0].metainfo.get("batch_input_shape", (0, 0)) if data_samples else (0, 0)
-        height, width = self._rounded_up(
-            [max(lengths) for lengths in zip(planned, *image_sizes, strict=True)]
-        )
-        is_padded = any(size != (height, width) for size in image_sizes)
+        batch_size = self._rounded_up([max(lengths) for lengths in zip(planned, *image_sizes, strict=True)])
+        is_padded = any(size != batch_size for size in image_sizes)
         for sample, size in zip(data_samples, image_sizes, strict=True) if data_samples else ():
             known = sample.metainfo
             sizes = {
-                "batch_input_shape": (height, width),
+                "batch_input_shape": batch_size,
                 "pad_shape": self._rounded_up(size),
                 "img_shape": tuple(known.get("img_shape", size)),
             }
@@ -111,8 +109,9 @@ class DetDataPreprocessor(FollowsModel):
             sample.set_metainfo(sizes)
             for field in ("gt_instances", "ignored_instances"):
                 boxes = sample.get(field, {}).get("bboxes")
-                if boxes is not None and not isinstance(boxes, Tensor):
+                if hasattr(boxes, "tensor"):
                     sample.get(field).bboxes = boxes.tensor
+        height, width = batch_size
         padded = [
             F.pad(self.normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
             for image, (h, w) in zip(images, image_sizes, strict=True)

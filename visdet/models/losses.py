@@ -253,8 +253,8 @@ class RotatedIoULoss(RotatedLoss):
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
         pred, target = torch.broadcast_tensors(pred, target)
-        sides = pred[..., 2:4].clamp(min=_LEAST_SIDE)
-        pred = torch.cat((pred[..., :2], sides, pred[..., 4:]), dim=-1)
+        center, sides, angle = parts_of(pred)
+        pred = torch.cat((center, sides.clamp(min=_LEAST_SIDE), angle), dim=-1)
         overlaps = diff_iou_rotated_2d(pred.reshape(1, -1, 5), target.reshape(1, -1, 5))
         return 1 - overlaps.view(pred.shape[:-1])
 

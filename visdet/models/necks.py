@@ -153,13 +153,14 @@ class FPN(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         used = in_channels[start_level:]
-        if num_outs < len(used):
+        num_used = len(used)
+        if num_outs < num_used:
             raise InvalidInputError(
-                f"FPN: num_outs must be at least the {len(used)} levels used, got {num_outs}"
+                f"FPN: num_outs must be at least the {num_used} levels used, got {num_outs}"
             )
         self.start_level = start_level
         self.in_channels = in_channels
-        self.num_extra = num_outs - len(used)
+        self.num_extra = num_outs - num_used
         self.add_extra_convs = "on_input" if add_extra_convs is True else add_extra_convs
         self.relu_before_extra_convs = relu_before_extra_convs
         self.upsample_cfg = upsample_cfg
@@ -197,7 +198,8 @@ class FPN(BaseModule):
         """Return a map plus another one in its size. Autocast would repeat its values in float32."""
         size = finer.shape[-2:]
         repeats = self.upsample_cfg == _NEAREST
-        is_half = size == (2 * coarser.shape[-2], 2 * coarser.shape[-1])
+        height, width = coarser.shape[-2:]
+        is_half = size == (2 * height, 2 * width)
         if repeats and is_half and finer.is_cuda and torch.is_grad_enabled():
             return add_twice_as_large(finer, coarser)
         device = finer.device.type

@@ -240,9 +240,10 @@ class SwinTransformer(Backbone):
         frozen_stages: int = -1,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(init_cfg, _INIT, len(depths), out_indices, frozen_stages)
-        expected_strides = (patch_size, 2, 2, 2)[: len(depths)]
-        if len(depths) != len(num_heads) or tuple(strides[: len(depths)]) != expected_strides:
+        num_stages = len(depths)
+        super().__init__(init_cfg, _INIT, num_stages, out_indices, frozen_stages)
+        expected_strides = (patch_size, 2, 2, 2)[:num_stages]
+        if len(num_heads) != num_stages or tuple(strides[:num_stages]) != expected_strides:
             raise InvalidInputError(
                 "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
                 f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
@@ -266,7 +267,7 @@ class SwinTransformer(Backbone):
                 shift = window_size // 2 * (index % 2)
                 drop_path = drop_path_step * (sum(depths[:stage]) + index)
                 blocks.append(SwinBlock(dims, window_size, shift, drop_path, norm_cfg, attention, ffn_cfg))
-            is_last = stage == len(depths) - 1
+            is_last = stage == num_stages - 1
             downsample = None if is_last else PatchMerging(dims, build_norm_layer(patch_norm_cfg, 4 * dims))
             self.stages.append(SwinStage(blocks, downsample, with_cp))
         for stage in self.out_indices:

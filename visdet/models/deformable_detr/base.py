@@ -239,8 +239,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         factors = scale_factors(data_samples)
         limits = [[width, height] for height, width in sizes]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
-        extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
-        limit, scale = torch.cat([extents, extents], dim=-1)
+        limit, scale = to_device([limits, factors], inputs.device, dtype).repeat(1, 1, 2).unsqueeze(-2)
         plan = data_samples[0].metainfo
         may_be_padded = plan.get("batch_is_padded")  # None if nothing is known of the batch
         padded = padded_sizes(inputs, sizes, may_be_padded)

@@ -59,9 +59,10 @@ class Padding:
         dtype = x.dtype if not torch.is_autocast_enabled(x.device.type) else at_least_float32(x).dtype
         inside = self.inside(x).unsqueeze(1)
         grouped = at_least_float32(x).unflatten(1, (norm.num_groups, -1))
-        count = inside.sum((2, 3, 4), keepdim=True) * grouped.shape[2]
-        centred = grouped - (grouped * inside).sum((2, 3, 4), keepdim=True) / count
-        variance = (centred.square() * inside).sum((2, 3, 4), keepdim=True) / count
+        axes = (2, 3, 4)
+        count = inside.sum(axes, keepdim=True) * grouped.shape[2]
+        centred = grouped - (grouped * inside).sum(axes, keepdim=True) / count
+        variance = (centred.square() * inside).sum(axes, keepdim=True) / count
         scaled = (centred * torch.rsqrt(variance + norm.eps)).flatten(1, 2)
         return (scaled * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)).to(dtype)
 

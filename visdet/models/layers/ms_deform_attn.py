@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
@@ -94,7 +95,7 @@ class MultiScaleDeformableAttention(BaseModule):
         """
         angle = torch.arange(self.num_heads, dtype=torch.float32) * (2.0 * math.pi / self.num_heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        direction = direction / direction.abs().amax(dim=-1, keepdim=True)  # onto the square of half-width 1
+        direction = F.normalize(direction, p=math.inf, dim=-1)  # onto the square of half-width 1
         distance = torch.cat([torch.arange(1.0, points + 1) for points in self.points_per_level])  # [K]
         ring = direction.view(-1, 1, 2) * distance.view(1, -1, 1)  # [G, K, 2]
         nn.init.zeros_(self.sampling_offsets.weight)

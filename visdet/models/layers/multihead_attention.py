@@ -105,8 +105,14 @@ class MultiheadAttention(BaseModule):
         value = as_autocast_input(value)
         attn = self.attn
         if not is_plain(attn, nn.MultiheadAttention):
-            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-            out, _ = attn(query, key, value, need_weights=False, **masks)
+            out, _ = attn(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                key_padding_mask=key_padding_mask,
+                need_weights=False,
+            )
             return add_and_norm(norm, out, identity, self.proj_drop, self.dropout_layer)
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -130,19 +136,14 @@ class MultiheadAttention(BaseModule):
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> Tensor | None:
-        """Return one mask that broadcasts to [B, heads, Q, K], or None if there is none.
-
-        It is bool, True where a query attends to a key, or a float that is added to the score.
-        """
+        """Return what is added to the scores, which broadcasts to [B, heads, Q, K], or None if nothing is."""
         masks = []
         if attn_mask is not None:
             masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads)))
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
-        if all(mask.dtype == torch.bool for mask in masks):
-            return ~functools.reduce(torch.logical_or, masks) if masks else None
         added = [torch.where(mask, -math.inf, 0.0) if mask.dtype == torch.bool else mask for mask in masks]
-        return functools.reduce(torch.add, added).to(query.dtype)
+        return functools.reduce(torch.add, added).to(query.dtype) if added else None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -153,7 +154,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
     """
     if query.device.type != "cpu" or not query.requires_grad:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is not None:
         mask = at_least_float32(mask)
     wide = at_least_float32(query)
     with without_autocast(query):  # It would convert the arguments back.

@@ -46,9 +46,12 @@ def in_blocks(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         last.
     """
     batch, channels, height, width = x.shape
-    if width % _BLOCK or height % _BLOCK:
-        x = F.pad(x, (0, width % _BLOCK, 0, height % _BLOCK))
-    rows, columns = x.shape[2] // _BLOCK, x.shape[3] // _BLOCK
+    below = height % _BLOCK
+    right = width % _BLOCK
+    if below or right:
+        x = F.pad(x, (0, right, 0, below))
+    rows = (height + below) // _BLOCK
+    columns = (width + right) // _BLOCK
     used = _BLOCK**2 * channels
     all_channels = -(-used // _CHANNEL_MULTIPLE) * _CHANNEL_MULTIPLE
     blocks = x.new_zeros(batch, rows + 3, columns + 3, all_channels, dtype=autocast_dtype(x))

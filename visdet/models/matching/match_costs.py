@@ -104,8 +104,9 @@ class BBoxL1Cost(MatchCost):
         self.box_format = box_format
 
     def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
-        predicted = boxes_px / targets.image_whwh
-        true = targets.boxes_px / targets.image_whwh
+        whwh = targets.image_whwh
+        predicted = boxes_px / whwh
+        true = targets.boxes_px / whwh
         if self.box_format == "xywh":
             predicted = xyxy_to_cxcywh(predicted)
             true = xyxy_to_cxcywh(true)
