@@ -170,12 +170,10 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     Raises:
         InvalidInputError: a key is missing, or its value cannot be used. The message names key, record and file.
     """
-    token = info.get("token")
-    where = f"frame {token if isinstance(token, str) and token else index} of {file}"
-    record = {name: value for name, value in info.items() if name not in _KEYS}
+    where = f"frame {info.get('token') or index} of {file}"
     sizes: dict = {}
-    read = {name: value_of(info, name, where, sizes) for name in _KEYS}
-    record |= {name: value for name, value in read.items() if value is not None}
+    read = {**info, **{name: value_of(info, name, where, sizes) for name in _KEYS}}
+    record = {name: value for name, value in read.items() if name not in _KEYS or value is not None}
     if "gt_boxes" in record:
         boxes = record["gt_boxes"]
         unknown = np.full((len(boxes), 2), np.nan)

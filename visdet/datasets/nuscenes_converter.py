@@ -83,7 +83,7 @@ class NuScenesConverter:
         self.tables = NuScenesTables(root, version)
         self.root = Path(root)
         self.version = version
-        self.can_bus_root = Path(can_bus_root) if can_bus_root is not None else None
+        self._can_bus_folder = Path(can_bus_root, "can_bus") if can_bus_root else None
         self.with_map = with_map
         self.roi_size = roi_size
         self.scenes_without_can_bus: list[str] = []
@@ -231,16 +231,16 @@ class NuScenesConverter:
             self._maps[location] = NuScenesMap(self.root, location, self.roi_size)
         return self._maps[location].around(lidar_pose)
 
-    def _can_bus(self, scene_name: str) -> tuple[list[dict], list[dict]] | None:
-        """Return the pose and steering messages of a scene, or ``None`` if it lacks either."""
+    def _can_bus(self, scene_name: str) -> list[list[dict]]:
+        """Return the pose and the steering messages of a scene, or nothing if it lacks either."""
         messages = []
         for kind in ("pose", "steeranglefeedback"):
-            path = self.can_bus_root and self.can_bus_root / "can_bus" / f"{scene_name}_{kind}.json"
+            path = self._can_bus_folder and self._can_bus_folder / f"{scene_name}_{kind}.json"
             if path is None or not path.exists():
                 self.scenes_without_can_bus.append(scene_name)
-                return None
+                return []
             messages.append(json.loads(path.read_text()))
-        return messages[0], messages[1]
+        return messages if all(messages) else []
 
 
 def _matrix(record: dict) -> np.ndarray:
@@ -272,9 +272,9 @@ def _nearest(messages: list[dict], time_us: int) -> dict:
     return messages[distances.index(min(distances))]
 
 
-def _ego_status(messages: tuple[list[dict], list[dict]] | None, time_us: int) -> np.ndarray:
+def _ego_status(messages: list[list[dict]], time_us: int) -> np.ndarray:
     """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10], or zeros if unknown."""
-    if messages is None or not all(messages):
+    if not messages:
         return np.zeros(10, dtype=np.float32)
     pose, steering = (_nearest(kind, time_us) for kind in messages)
     return np.array(

@@ -52,7 +52,7 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         used.update(map(str, record.get("gt_names", ())))
         for label, of_class in info.get("map_annos", {}).items():
             for line in of_class:
-                parts = cut_to_region(line, label == 0) if len(line) > 1 else []
+                parts = cut_to_region(line, label == 0)
                 lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: "

@@ -90,11 +90,15 @@ def cut_to_region(
 ) -> list[np.ndarray]:
     """Return the parts of a map line [n, d] within the rectangle: the line itself if it does not leave it by 1 mm.
 
+    A single point, which is what a map's border has left of a line, has no part.
+
     Args:
         line: the points in metres.
         is_area: the line is the outline of a convex area if it is closed. What is left of that is closed, too.
         roi_size: see :func:`clip_line`.
     """
+    if len(line) < 2:
+        return []
     if (np.abs(line[:, :2]) <= np.asarray(roi_size) / 2 + _SAME_POINT_M).all():
         return [line]
     if is_area and is_closed(line):

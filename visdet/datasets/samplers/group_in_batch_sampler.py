@@ -5,12 +5,14 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-from mmengine.dist import get_dist_info, sync_random_seed
+from mmengine.dist import get_dist_info
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from visdet.checks.arguments import Seed
 from visdet.errors import InvalidInputError
 from visdet.registry import DATA_SAMPLERS
+
+from .process_share import process_share
 
 
 @DATA_SAMPLERS.register_module()
@@ -60,11 +62,7 @@ class GroupInBatchSampler(BatchSampler):
         self.dataset: Any = getattr(sampler, "dataset", None) if dataset is None else dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        given_rank, given_world_size = get_dist_info()
-        self.rank = given_rank if rank is None else rank
-        self.world_size = given_world_size if world_size is None else world_size
-        seed = getattr(sampler, "seed", None) if seed is None else seed
-        self.seed = sync_random_seed() if seed is None else seed
+        self.rank, self.world_size, self.seed = process_share(sampler, rank, world_size, seed)
         self.skip_prob = skip_prob
         self.sequence_flip_prob = sequence_flip_prob
         flag = getattr(self.dataset, "flag", None)

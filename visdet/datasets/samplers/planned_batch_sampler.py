@@ -9,7 +9,6 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from mmengine.dataset import InfiniteSampler
-from mmengine.dist import get_dist_info, sync_random_seed
 from torch.utils.data import BatchSampler, Sampler
 
 from visdet.checks.arguments import Positive
@@ -18,6 +17,7 @@ from visdet.structures.planned_batch import PlannedBatch, Size, first_for, union
 
 from .batch_sizes import area, last_batches
 from .planned_images import PlannedImage, PlannedImages
+from .process_share import process_share
 from .run_plan import plan_of
 
 _AHEAD = 1024  # images that are planned ahead, so that the last batches of an epoch can be made of them
@@ -65,11 +65,7 @@ class PlannedBatchSampler(BatchSampler):
     ) -> None:
         dataset: Any = getattr(sampler, "dataset", None)
         super().__init__(sampler, batch_size, drop_last)
-        given_rank, given_world_size = get_dist_info()
-        self._rank = given_rank if rank is None else rank
-        self._world_size = given_world_size if world_size is None else world_size
-        seed = getattr(sampler, "seed", None)
-        self._seed = int(sync_random_seed() if seed is None else seed)
+        self._rank, self._world_size, self._seed = process_share(sampler, rank, world_size)
         self._images = PlannedImages(dataset, self._seed)
         self._run = plan_of(self._images, max_sizes)
         self.plan = self._run.batches

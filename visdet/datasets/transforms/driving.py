@@ -183,8 +183,7 @@ class VectorizeMap(BaseTransform):
         for label, annotated in results["map_annos"].items():
             for line in annotated:
                 whole = line[:, : self.coords_dim]
-                # One point is what a map's border has left of a line.
-                for part in cut_to_region(whole, label == 0, self.roi_size) if len(line) > 1 else ():
+                for part in cut_to_region(whole, label == 0, self.roi_size):
                     labels.append(int(label))
                     lines.append(self._vectorize(part))
         numbers = np.array(labels, dtype=np.int64)

@@ -196,9 +196,10 @@ class Mosaic(MixingTransform):
             columns = right - left
             h, w = part["img_shape"]
             factor = max(columns / w, rows / h)
-            size = [max(round(h * factor), rows), max(round(w * factor), columns)]
-            start = [uniform_int(0, size[0] - rows), uniform_int(0, size[1] - columns)]
-            window = (*start, rows, columns)
+            new_h = max(round(h * factor), rows)
+            new_w = max(round(w * factor), columns)
+            size = [new_h, new_w]
+            window = (uniform_int(0, new_h - rows), uniform_int(0, new_w - columns), rows, columns)
             boxes = F.crop(F.resize(part["gt_bboxes"], size), *window)
             set_image(part, F.crop(F.resize(part["img"], size, antialias=False), *window))
             image[:, top:bottom, left:right] = part["img"]
