@@ -170,7 +170,8 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     Raises:
         InvalidInputError: a key is missing, or its value cannot be used. The message names key, record and file.
     """
-    where = f"frame {info.get('token') or index} of {file}"
+    token = info.get("token")
+    where = f"frame {token if isinstance(token, str) and token else index} of {file}"
     sizes: dict = {}
     read = {**info, **{name: value_of(info, name, where, sizes) for name in _KEYS}}
     record = {name: value for name, value in read.items() if name not in _KEYS or value is not None}
