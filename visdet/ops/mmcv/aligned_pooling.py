@@ -42,13 +42,10 @@ def border_samples(
     rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C)
     rows = widened(rows, input)
     x1, y1, x2, y2 = constant(boxes, input).unbind(2)
-    width, height, none = (x2 - x1) / pool_size, (y2 - y1) / pool_size, torch.zeros_like(x1)
-    # [B, 4, N] of the borders at the top, at the left, at the bottom and at the right.
+    # [B, 4, N] of the first samples of the borders at the top, at the left, at the bottom and at the right, and steps.
     x, y = torch.stack([x1, x1, x2, x2], 1), torch.stack([y1, y1, y2, y2], 1)
-    step_x, step_y = (
-        torch.stack([width, none, -width, none], 1),
-        torch.stack([none, height, none, -height], 1),
-    )
+    step_x = (torch.stack([x2, x1, x1, x2], 1) - x) / pool_size
+    step_y = (torch.stack([y1, y2, y2, y1], 1) - y) / pool_size
     first_row = numbers_to(4 * B, input) * (H * W)
     pooled = place = rows.new_zeros(())
     for i in range(pool_size + 1):

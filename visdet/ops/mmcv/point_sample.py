@@ -37,24 +37,31 @@ def _needs_float32(im: Tensor) -> bool:
     return im.device.type == "cpu" and im.dtype in (torch.float16, torch.bfloat16)
 
 
-def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwargs: Any) -> Tensor:
+def _grid_sample(
+    op: str,
+    im: Tensor,
+    grid: Tensor,
+    align_corners: bool,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+) -> Tensor:
     """Return ``grid_sample`` after making all coordinates finite. At others, torch's CPU kernel reads stray memory."""
     if im.dim() == 4 and 0 in im.shape[2:]:
-        padding = kwargs.get("padding_mode", "zeros")
-        check_that(padding == "zeros", op, "input", "have pixels where padding_mode is {!r}", im, padding)
+        may_be_empty, expected = padding_mode == "zeros", "have pixels where padding_mode is {!r}"
+        check_that(may_be_empty, op, "input", expected, im, padding_mode)
         im = F.pad(im, (0, 1, 0, 1))  # torch refuses maps without pixels
     dtype, is_widened = im.dtype, _needs_float32(im)
     if is_widened:
         im, grid = im.float(), grid.float()
     grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
-    is_plain = kwargs.get("mode", "bilinear") == "bilinear" and kwargs.get("padding_mode", "zeros") == "zeros"
+    is_plain = mode == "bilinear" and padding_mode == "zeros"
     may_use_cudnn = align_corners and is_plain and im.dim() == grid.dim() == 4
     if may_use_cudnn and torch.are_deterministic_algorithms_enabled():
         # cuDNN's gradients differ from run to run without an error. torch's own kernel raises an error.
         common = torch.promote_types(im.dtype, grid.dtype)
         samples = torch.grid_sampler_2d(im.to(common), grid.to(common), 0, 0, True)
     else:
-        samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
+        samples = F.grid_sample(im, grid, mode, padding_mode, align_corners)
     return samples.to(dtype) if is_widened else samples
 
 
@@ -99,8 +106,7 @@ def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | s
     height, width = size
     y = (torch.arange(height, device=device) + 0.5) / height
     x = (torch.arange(width, device=device) + 0.5) / width
-    centres = torch.stack([x.expand(height, width), y[:, None].expand(height, width)], -1)
-    return centres.view(1, -1, 2).expand(num_grid, -1, -1)
+    return torch.cartesian_prod(y, x).flip(1).expand(num_grid, -1, -1)
 
 
 @declared(rois="real [N, D]", rel_roi_points="real [N, P, 2]")
@@ -117,8 +123,8 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
     """
     has_corners = rois.shape[1] in (4, 5)
     check_that(has_corners, "rel_roi_point_to_abs_img_point", "rois", "be [N, 4] or [N, 5]", rois)
-    corners = rois[:, -4:]
-    return rel_roi_points * (corners[:, None, 2:] - corners[:, None, :2]) + corners[:, None, :2]
+    low, high = rois[:, None, -4:].split(2, -1)
+    return rel_roi_points * (high - low) + low
 
 
 @declared(abs_img_points="real", spatial_scale="number")

@@ -1,6 +1,5 @@
 """Sparse convolution: pairs of input and output places for each tap of a kernel, products of matrices, and maxima."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -90,10 +89,11 @@ def get_indice_pairs(
     least = int(indices.amin()) if N else 0
     check_that(least >= 0, "get_indice_pairs", "indices", "be 0 or more", least)
     image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
-    taps = itertools.product(*([i * gap for i in range(n)] for n, gap in zip(ksize, dilation, strict=True)))
-    tap = torch.tensor(list(taps), dtype=torch.int64, device=indices.device).view(K, D).T[:, :, None]
-    numbers = torch.tensor([stride, padding, list(out_shape)], dtype=torch.int64, device=indices.device)
-    step, pad, extent = numbers.view(3, D, 1, 1)
+    numbers = torch.tensor([stride, padding, out_shape, dilation], dtype=torch.int64, device=indices.device)
+    step, pad, extent, gap = numbers.view(4, D, 1, 1)
+    tap = (
+        torch.stack(torch.unravel_index(numbers_to(K, indices), tuple(ksize)))[:, :, None] * gap
+    )  # [D, K, 1]
     # Broadcast to [D, K, N], a dimension, a tap and an input.
     shifted = at * step - pad + tap if transpose else at + pad - tap
     place = shifted if transpose else shifted.div(step, rounding_mode="floor")
