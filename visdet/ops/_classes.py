@@ -35,11 +35,11 @@ def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor | N
     return classes.long()
 
 
-def highest_first(keep: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-    """Return ``keep`` and the columns in descending order of the last column, then in ascending order of ``keep``."""
-    lowest_first = keep.argsort()
-    order = lowest_first[columns[-1][lowest_first].sort(descending=True, stable=True).indices]
-    return keep[order], *(column[order] for column in columns)
+def highest_first(detections: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in descending order of the detections' last column, then in ascending order of ``keep``."""
+    by_index = keep.argsort()
+    order = by_index[detections[by_index, -1].sort(descending=True, stable=True).indices]
+    return detections[order], keep[order]
 
 
 def class_by_class(
@@ -59,5 +59,4 @@ def class_by_class(
         detections, keep = suppress(boxes[of_class], scores[of_class], **arguments)
         results.append((of_class[keep], detections))
     keep, detections = (torch.cat(parts) for parts in zip(*results, strict=True))
-    keep, detections, _ = highest_first(keep, detections, detections[:, -1])
-    return detections, keep
+    return highest_first(detections, keep)

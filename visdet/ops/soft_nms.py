@@ -78,7 +78,7 @@ def soft_nms(
     settings = (iou_threshold, sigma, min_score, SOFT_METHODS.index(method), offset)
     detections, keep = _soft_nms(on_host, host_scores, classes, *settings)
     if classes is not None:
-        keep, detections, _ = highest_first(keep, detections, detections[:, -1])
+        detections, keep = highest_first(detections, keep)
     return detections.to(boxes.device, given), keep.to(boxes.device)
 
 
