@@ -34,9 +34,10 @@ def is_built(operator: str) -> bool:
     """Return whether the CUDA library is built and declares ``operator``."""
     if not (is_loaded("cuda") and declares(operator)):
         return False
-    explain_failures(
-        operator, *(name for name in [f"{operator}_backward"] if hasattr(torch.ops.visdet, name))
-    )
+    explain_failures(operator)
+    backward = f"{operator}_backward"
+    if hasattr(torch.ops.visdet, backward):
+        explain_failures(backward)
     return True
 
 

@@ -88,10 +88,9 @@ class _AutocastLinear(torch.autograd.Function):
         rows = input.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(rows.device.type, enabled=False):
-            output = _linear(rows, weight, bias, relu_dropout is not None)
-            if relu_dropout:
-                output = torch.native_dropout(output, relu_dropout, train=True)[0]
+        output = _linear(rows, weight, bias, relu_dropout is not None)
+        if relu_dropout:
+            output = torch.native_dropout(output, relu_dropout, train=True)[0]
         # A view could not be changed in place.
         output = torch.ops.aten._unsafe_view(output, (*rows.shape[:-1], len(weight)))
         ctx.save_for_backward(rows, weight, None if relu_dropout is None else output)
