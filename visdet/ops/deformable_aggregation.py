@@ -153,12 +153,13 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         are_maps = len(maps) > 0 and maps[0].dim() == 5
         check_that(are_maps, op, "each level", "be [B, V, C, H, W]", first_map)
         B, V, C = maps[0].shape[:3]
-        first = groups[0][0].shape
-        if len(maps) != len(groups[0]) or (first[0], first[2]) != (B, C):
-            raise ValueError(
-                f"{op}: each group must have {len(groups[0])} levels [{first[0]}, V, {first[2]}, H, W] "
-                f"as the first group has, got {len(maps)} like {list(maps[0].shape)}"
-            )
+        L, (first_B, _, first_C) = len(groups[0]), groups[0][0].shape[:3]
+        fits, given = (
+            len(maps) == L and first_B == B and first_C == C,
+            f"{len(maps)} like {list(maps[0].shape)}",
+        )
+        expected = "have {} levels [{}, V, {}, H, W] as the first group has"
+        check_that(fits, op, "each group", expected, given, L, first_B, first_C)
         # Maps that have their channels last in memory are read and written in the order in which they lie there.
         flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _library
+from ._arguments import check_that
 from .devices import DEVICES, Device, present_device
 
 __all__ = ["Explanation", "KernelLaunch", "OperatorPlan", "choose_for", "choose_only", "explain"]
@@ -168,9 +169,9 @@ def _function_of(operator: str | Callable[..., Any]) -> tuple[Callable[..., Any]
         return operator, getattr(operator, "__name__", str(operator))
     from .. import ops
 
-    function = getattr(ops, operator, None)
-    if operator not in ops.__all__ or not inspect.isfunction(function):
-        raise ValueError(f"explain: operator must be a function of visdet.ops or its name, got {operator!r}")
+    function: Any = getattr(ops, operator, None)
+    fits, expected = inspect.isfunction(function), "be a function of visdet.ops or its name"
+    check_that(fits and operator in ops.__all__, "explain", "operator", expected, repr(operator))
     return function, operator
 
 
@@ -178,10 +179,8 @@ def _numbers_of(device: str | Device | None, tensor: Tensor | None) -> tuple[Dev
     if isinstance(device, Device):
         return device, "a made-up device"
     if device is not None:
-        if device not in DEVICES:
-            raise ValueError(
-                f"explain: device must be one of {sorted(DEVICES)} or a visdet.ops.devices.Device, got {device!r}"
-            )
+        expected = "be one of {} or a visdet.ops.devices.Device"
+        check_that(device in DEVICES, "explain", "device", expected, repr(device), sorted(DEVICES))
         return DEVICES[device], device
     assert tensor is not None
     index = tensor.device.index

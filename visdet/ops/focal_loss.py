@@ -140,8 +140,8 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     """Return weight[target], or 1 for a target that is no class. There is at least one class."""
-    is_class = is_index(target, weight.shape[0])
-    return torch.where(is_class, weight[target.clamp(0, weight.shape[0] - 1)], 1.0)
+    C = len(weight)
+    return torch.where(is_index(target, C), weight[target.clamp(0, C - 1)], 1.0)
 
 
 _sigmoid_focal_loss = _registration.differentiable(

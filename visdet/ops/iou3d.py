@@ -61,7 +61,8 @@ def boxes_iou3d(
     """
     a, b = exact(boxes_a), exact(boxes_b)
     shared = boxes_overlap_bev(a, b) * shared_height(a[:, None], b)
-    union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
+    volume_a, volume_b = (boxes[:, 3:6].clamp(min=0).prod(1) for boxes in (a, b))
+    union = volume_a[:, None] + volume_b - shared
     is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)
     iou = torch.where(shared == 0, 0.0, shared / union).masked_fill(~is_number, torch.nan)
     return iou.to(floating(boxes_a))

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import numbers_to, pair, widened
+from .._arguments import check_that, numbers_to, pair, widened
 from .._declared import declared
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
@@ -49,12 +49,11 @@ def masked_conv2d(
     """
     B, _, H, W = features.shape
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
-    height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
-    if min(KH, KW) < 1 or min(height, width) < 0:
-        raise ValueError(
-            f"masked_conv2d: weight must have a kernel within the padded map of {H + 2 * pad_h} x {W + 2 * pad_w}, "
-            f"got {KH} x {KW}"
-        )
+    padded_height, padded_width = H + 2 * pad_h, W + 2 * pad_w
+    height, width = padded_height - KH + 1, padded_width - KW + 1
+    fits, given = min(KH, KW) >= 1 and min(height, width) >= 0, f"{KH} x {KW}"
+    expected = "have a kernel within the padded map of {} x {}"
+    check_that(fits, "masked_conv2d", "weight", expected, given, padded_height, padded_width)
     kernel = widened(weight, features).permute(0, 2, 3, 1).flatten(1)
     bias = None if bias is None else widened(bias, features)
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]

@@ -98,8 +98,7 @@ def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
     q = polygons.double().view(-1, 4, 2)
     areas = polygon_area(q)
     ious = pointsets.new_empty(len(hulls), len(q))
-    of_pair = 4 * hulls.shape[1]  # numbers of a set and a polygon
-    for rows in row_ranges(len(hulls), of_pair * len(q)):
+    for rows in row_ranges(len(hulls), 36 * len(q)):  # numbers of a set and a polygon
         p = hulls[rows]
         p_areas = polygon_area(p)[:, None]
         shared = torch.minimum(shared_area(p[:, None], q, are_boxes=False), torch.minimum(p_areas, areas))

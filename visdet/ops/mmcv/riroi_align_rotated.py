@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import constant, numbers_to, pair
+from .._arguments import check_that, constant, numbers_to, pair
 from .._declared import declared
 from .._modules import OperatorModule
 from .._roi_sampling import MAP, ROTATED
@@ -56,15 +56,12 @@ def riroi_align_rotated(
     Source: ReDet, arXiv 2103.07733; the signature is mmcv's, whose counting of orientations leaves the map for angles
     below -2 pi.
     """
-    G = num_orientations
-    if features.shape[1] % G:
-        raise ValueError(
-            f"riroi_align_rotated: num_orientations must divide the channels of features, got {G} "
-            f"for {features.shape[1]}"
-        )
+    C, G = features.shape[1], num_orientations
+    expected, given = "divide the channels of features", f"{G} for {C}"
+    check_that(C % G == 0, "riroi_align_rotated", "num_orientations", expected, given)
     pooled = roi_align_rotated(features, rois, out_size, spatial_scale, num_samples, False, clockwise)
     turn = constant(rois[:, 5], features) * (G / (2 * math.pi))
-    turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
+    turn = turn.nan_to_num(0, 0, 0)  # Such a region is 0.
     start = turn.floor()
     fraction = (turn - start)[:, None, None, None, None].to(pooled)
     first = (numbers_to(G, rois) - start[:, None]).remainder(G).long()  # [N, G]
