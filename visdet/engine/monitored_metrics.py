@@ -40,8 +40,8 @@ def check_monitored(runner: Any) -> None:
 def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
     """Yield the places in a config that name a metric of validation, and the names."""
     for hook in runner.hooks:
-        if isinstance(hook, CheckpointHook) and hook.save_best is not None:
-            for name in hook.key_indicators:
+        if isinstance(hook, CheckpointHook):
+            for name in getattr(hook, "key_indicators", ()):  # It has them with ``save_best``.
                 if name != "auto":
                     yield "save_best of the checkpoint hook", name
         elif isinstance(hook, EarlyStoppingHook):

@@ -73,7 +73,7 @@ class RunCheckpoints(RunnerInterface):
             return None
         path, content, remarks = found
         self.resumed_from = path
-        for remark in remarks if self.rank == 0 else ():
+        for remark in remarks:
             self.logger.warning(f"a newer checkpoint is passed over: {remark}")
         if (seed := content["meta"].get("seed")) is not None and randomness.get("seed") is None:
             self._seed_with({**randomness, "seed": seed})

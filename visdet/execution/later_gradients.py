@@ -33,7 +33,7 @@ class LaterGradients(TorchFunctionMode):
 
     def __init__(self, leaves: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
         super().__init__()
-        self._leaves = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+        self._leaves = {leaf for leaf in leaves if leaf.requires_grad}
         self._streams = deque(streams)
         self._busy: set[torch.cuda.Stream] = set()
         self._origins: set[torch.cuda.Stream] = set()  # the streams that make what the waiting ones read
@@ -63,12 +63,11 @@ class LaterGradients(TorchFunctionMode):
 
     def _rows_of(self, parameter: Tensor) -> _Rows | None:
         """Return the leaf that a parameter is or that it is some rows of, and those rows."""
-        leaf_of = self._leaves.get
-        leaf = leaf_of(id(parameter))
-        if leaf is not None:
-            return leaf, range(len(leaf) if leaf.dim() else 1)
-        leaf = leaf_of(id(parameter._base))
-        if leaf is None or not leaf.is_contiguous() or not parameter.is_contiguous():
+        leaves = self._leaves
+        if parameter in leaves:
+            return parameter, range(len(parameter) if parameter.dim() else 1)
+        leaf: Any = parameter._base
+        if leaf not in leaves or not leaf.is_contiguous() or not parameter.is_contiguous():
             return None
         if parameter.shape[1:] != leaf.shape[1:]:
             return None
@@ -119,16 +118,15 @@ class LaterGradients(TorchFunctionMode):
         Args:
             views: pairs of a leaf and the tensor in which its gradient belongs.
         """
-        view_of = {id(leaf): view for leaf, view in views}
+        view_of = dict(views)
         rounds: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         # The rows of each leaf, and the rounds in which they are.
-        taken: dict[int, list[tuple[range, int]]] = defaultdict(list)
+        taken: dict[Tensor, list[tuple[range, int]]] = defaultdict(list)
         for (leaf, rows), gradient in self._found:
-            key = id(leaf)
-            before = taken[key]
+            before = taken[leaf]
             number = max((other + 1 for others, other in before if _overlap(rows, others)), default=0)
             before.append((rows, number))
-            view = view_of[key]
+            view = view_of[leaf]
             rounds[number].append((view[rows.start : rows.stop] if view.dim() else view, gradient))
         return list(rounds.values())
 

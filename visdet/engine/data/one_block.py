@@ -3,7 +3,7 @@
 import io
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,18 +33,18 @@ class InOneBlock:
         file = io.BytesIO()
         pickler = _WithoutTensors(file)
         pickler.dump(self.batch)
-        tensors = [tensor for _, tensor in pickler.found.values()]
+        found = pickler.found
         places: list[Place] = []
         size = 0
-        for tensor in tensors:
+        for tensor in found.values():
             places.append((size, tensor.dtype, tensor.shape))
             aligned_parts = math.ceil(tensor.nbytes / _ALIGNMENT)
             size += aligned_parts * _ALIGNMENT
         memory = UntypedStorage._new_shared(max(size, 1))
         block = torch.empty(0, dtype=torch.uint8).set_(memory)
-        for view, tensor in zip(_views(block, places), tensors, strict=True):
+        for view, tensor in zip(_views(block, places), found.values(), strict=True):
             view.copy_(tensor)
-        return _received, (file.getvalue(), block, places)
+        return _received, (file.getvalue(), block, list(found), places)
 
 
 def collated_in_one_block(collate: Any, samples: Any) -> Any:
@@ -54,30 +54,33 @@ def collated_in_one_block(collate: Any, samples: Any) -> Any:
 
 
 class _WithoutTensors(ForkingPickler):
-    """A pickler that writes the number of a tensor in its place."""
+    """A pickler that writes the identity of a tensor in its place."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.found: dict[int, tuple[int, Tensor]] = {}  # the numbers and the tensors by their identities
+        self.found: dict[int, Tensor] = {}  # the tensors by their identities
 
     def persistent_id(self, value: Any) -> int | None:
         is_plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
         if not is_plain or value.requires_grad:
             return None
-        return self.found.setdefault(id(value), (len(self.found), value))[0]
+        identity = id(value)
+        self.found[identity] = value
+        return identity
 
 
 class _WithTensors(pickle.Unpickler):
-    def __init__(self, text: bytes, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, text: bytes, tensors: Mapping[int, Tensor]) -> None:
         super().__init__(io.BytesIO(text))
         self.tensors = tensors
 
-    def persistent_load(self, number: int) -> Tensor:
-        return self.tensors[number]
+    def persistent_load(self, identity: int) -> Tensor:
+        return self.tensors[identity]
 
 
-def _received(text: bytes, block: Tensor, places: Sequence[Place]) -> Any:
-    return _WithTensors(text, _views(block, places)).load()
+def _received(text: bytes, block: Tensor, identities: Sequence[int], places: Sequence[Place]) -> Any:
+    tensors = dict(zip(identities, _views(block, places), strict=True))
+    return _WithTensors(text, tensors).load()
 
 
 def _views(block: Tensor, places: Sequence[Place]) -> list[Tensor]:

@@ -19,10 +19,10 @@ class CastsNoted(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self._watched = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+        self._watched = {tensor for tensor in tensors if tensor.requires_grad}
         self._dtype = dtype
-        self._cast: set[int] = set()
-        self._used: set[int] = set()
+        self._cast: set[Tensor] = set()
+        self._used: set[Tensor] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,13 +32,13 @@ class CastsNoted(TorchDispatchMode):
             and kwargs.get("dtype") == self._dtype
             and torch.is_grad_enabled()
         )
-        found = {id(tensor) for tensor in tensors_of((args, kwargs))} & self._watched.keys()
+        found = self._watched.intersection(tensors_of((args, kwargs)))
         (self._cast if is_cast else self._used).update(found)
         return func(*args, **kwargs)
 
     def only_cast(self) -> set[Tensor]:
         """Return the tensors that were cast and not used otherwise."""
-        return {self._watched[key] for key in self._cast - self._used}
+        return self._cast - self._used
 
 
 class HalfLeaves:

@@ -66,13 +66,13 @@ class Gradients:
     """
 
     def __init__(self, order: Iterable[Tensor] = ()) -> None:
-        self._position = {id(parameter): position for position, parameter in enumerate(order)}
-        self._blocks: dict[frozenset[int], GradientBlock] = {}
+        self._position = {parameter: position for position, parameter in enumerate(order)}
+        self._blocks: dict[frozenset[Tensor], GradientBlock] = {}
         self._attached: GradientBlock | None = None
 
     def block_of(self, parameters: Sequence[Tensor]) -> GradientBlock:
         """Return the block of these parameters, which is made once."""
-        key = frozenset(map(id, parameters))
+        key = frozenset(parameters)
         blocks = self._blocks
         if key not in blocks:
             blocks[key] = GradientBlock(sorted(parameters, key=self._place))
@@ -80,16 +80,16 @@ class Gradients:
 
     def _place(self, parameter: Tensor) -> int:
         position = self._position
-        return position.get(id(parameter), len(position))
+        return position.get(parameter, len(position))
 
     def attach(self, block: GradientBlock) -> None:
         """Let the gradients of a block's parameters lie in it, and forget those of others that lay in another one."""
         before = self._attached
         self._attached = block
         if before is not None and before is not block:
-            kept = set(map(id, block.parameters))
+            kept = set(block.parameters)
             for parameter, view in zip(before.parameters, before.views, strict=True):
-                if id(parameter) not in kept and parameter.grad is view:
+                if parameter not in kept and parameter.grad is view:
                     parameter.grad = None
         block.attach()
 

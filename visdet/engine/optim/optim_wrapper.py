@@ -62,7 +62,7 @@ class OptimWrapper(_OptimWrapper):
         A state of mmengine's wrapper has the parameter groups with which the optimizer was built. The optimizer then
         goes back to those groups, because the saved schedules have a value for each of them.
         """
-        saved = len(state_dict.get("param_groups", ()))
+        saved = len(state_dict["param_groups"])
         as_built = self.groups_as_built
         optimizer = self.optimizer
         if saved == len(as_built) != len(optimizer.param_groups):

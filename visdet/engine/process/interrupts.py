@@ -1,6 +1,5 @@
 """Signals that end a tool in an orderly way."""
 
-import math
 import signal
 import threading
 import time
@@ -52,14 +51,14 @@ def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
     be interrupted.
     """
     received: list[int] = []
-    last = -math.inf
+    pause_ends = 0.0
 
     def interrupt(number: int, frame: Any) -> None:
-        nonlocal last
+        nonlocal pause_ends
         received.append(number)
         now = time.monotonic()
-        if now - last > 5:
-            last = now
+        if now >= pause_ends:
+            pause_ends = now + 5
             noted = _noting[-1] if _noting else None
             if noted and not (noted.at_once or noted.number):
                 noted.number = number
