@@ -32,12 +32,13 @@ class RecordedUpdate(GraphedUpdate):
         self.said = []
         super().__init__(self.said.append)
 
-    def _recorded(self, wrapper):
+    def _record(self, wrapper):
         def replay():
             with rates_on_device(wrapper.optimizer, self._rates):
                 wrapper.update()
 
-        return SimpleNamespace(replay=replay), torch.full((), 7.0)
+        self._graph = SimpleNamespace(replay=replay)
+        self._norm = torch.full((), 7.0)
 
 
 @pytest.fixture

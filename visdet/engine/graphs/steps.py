@@ -78,12 +78,12 @@ class GraphedStep:
         self.keeps_activations = recomputes(model)
         with casts:
             try:
-                losses, used = self._tried_out(assign)
+                values, used = self._tried_out(assign)
             except torch.OutOfMemoryError:
                 if not self.keeps_activations:
                     raise
                 self.keeps_activations = False
-                losses, used = self._tried_out(assign)
+                values, used = self._tried_out(assign)
         free, total = torch.cuda.mem_get_info()
         self.keeps_activations = self.keeps_activations and free >= _LEAST_FREE * total
         only_cast = casts.only_cast()
@@ -91,43 +91,44 @@ class GraphedStep:
             whole = self.half
             self.half = HalfLeaves(plain, only_cast, dtype, copies)
             others, used_then = self._tried_out(assign)
-            is_equal = used_then == used and all(torch.equal(losses[name], others[name]) for name in losses)
+            is_equal = used_then == used and torch.equal(values, others)
             self.half = self.half if is_equal else whole
-        self.names = list(losses)
         self.block = block = gradients.block_of(used)
         parameters: list[Any] = block.parameters
         self.parameters = parameters
         self.handed_on = handed = [parameter for parameter in parameters if parameter in hooked]
         self.handed_gradients = list(map(torch.empty_like, handed))
-        self.grad_of_losses = torch.empty_like(_stacked(losses).detach())
+        self.grad_of_losses = torch.empty_like(values)
         # The losses are a function of it for autograd.
         self.anchor = torch.zeros((), device=memory.stream.device, requires_grad=True)
 
-    def _tried_out(self, assign: Callable[[Any, Any], Any]) -> tuple[dict[str, Tensor], list[nn.Parameter]]:
+    def _tried_out(self, assign: Callable[[Any, Any], Any]) -> tuple[Tensor, list[nn.Parameter]]:
         """Return the losses, and the parameters that get gradients, of a step without effect."""
         model = self.model
         half = self.half
         leaves = half.leaves
         learning = {parameter: leaf for parameter, leaf in leaves.items() if leaf.requires_grad}
 
-        def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
+        def run() -> tuple[Tensor, Sequence[Tensor | None]]:
             half.refresh()
             losses, _ = model.computed_losses(self.batch, assign)
-            total = _stacked(losses).sum()
+            self.names = list(losses)
+            values = _stacked(losses)
             with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
-                return losses, torch.autograd.grad(total, list(learning.values()), allow_unused=True)
+                found = torch.autograd.grad(values.sum(), list(learning.values()), allow_unused=True)
+            return values.detach(), found
 
         later = self._later()
         captures = self.memory.captures(self.keeps_activations)
         with captures, nothing_changes(model), later.taking():
-            losses, found = with_leaves(model, leaves, run)
+            values, found = with_leaves(model, leaves, run)
             later.join()
         used = [
             parameter
             for (parameter, leaf), grad in zip(learning.items(), found, strict=True)
             if grad is not None or later.has_found(leaf)
         ]
-        return {name: loss.detach() for name, loss in losses.items()}, used
+        return values, used
 
     def _later(self) -> LaterGradients:
         """Return what computes gradients beside the backward pass. Those that are handed on are left to autograd."""

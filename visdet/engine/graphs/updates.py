@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,11 +105,7 @@ class GraphedUpdate:
 
     def _capture(self, wrapper: OptimWrapper) -> None:
         """Record the graph. Nothing is updated."""
-
-        def record() -> None:
-            self._graph, self._norm = self._recorded(wrapper)
-
-        reason = why_not_captured(record)
+        reason = why_not_captured(partial(self._record, wrapper))
         if reason is not None:
             self._fail(reason)
 
@@ -116,8 +113,8 @@ class GraphedUpdate:
         self._has_failed = True
         self._tell(reason)
 
-    def _recorded(self, wrapper: OptimWrapper) -> tuple[Any, Tensor | None]:
-        """Return the graph of an update, and the norm of the gradients that it writes."""
+    def _record(self, wrapper: OptimWrapper) -> None:
+        """Keep the graph of an update, and the norm of the gradients that it writes."""
         self._memory = memory = self._memory or GraphMemory()
         graph = torch.cuda.CUDAGraph()
         with (
@@ -126,7 +123,8 @@ class GraphedUpdate:
             memory.recording(graph),
         ):
             wrapper.update()
-        return graph, wrapper.grad_norm
+        self._graph = graph
+        self._norm = wrapper.grad_norm
 
     def _tell(self, reason: str) -> None:
         if reason != self._told:
