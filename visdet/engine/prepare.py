@@ -103,7 +103,7 @@ def write_detections(cfg: Config, out_file: str) -> None:
     coco[0]["outfile_prefix"] = out_file.removesuffix(_COCO_RESULTS)
 
 
-def draw_detections(cfg: Config, folder: str) -> None:
+def draw_detections(cfg: Config, folder: str | os.PathLike) -> None:
     """Make a config draw the predictions of a test beside the ground truth. The pictures go to ``folder``."""
     hooks = section_of(cfg, "default_hooks")
     hook = hooks.get("visualization") or {"type": "DetVisualizationHook"}

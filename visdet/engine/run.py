@@ -175,18 +175,17 @@ def evaluate(
     cfg.resume = False
     if amp:
         cfg.test_cfg = {**section_of(cfg, "test_cfg"), "fp16": True}
-    pictures = os.fspath(show_dir) if show_dir else None
-    with no_empty_folders(cfg.work_dir, pictures), cpu_by_default():
+    with no_empty_folders(cfg.work_dir, show_dir), cpu_by_default():
         if out:
             write_detections(cfg, os.fspath(out))
-        if pictures:
-            check_work_dir(pictures, "--show-dir")
-            draw_detections(cfg, pictures)
+        if show_dir:
+            check_work_dir(show_dir, "--show-dir")
+            draw_detections(cfg, show_dir)
         metrics = build_runner(cfg).test()
     if out:
         say(f"predictions: {out}")
-    if pictures:
-        say(f"pictures: {pictures}")
+    if show_dir:
+        say(f"pictures: {show_dir}")
     return metrics
 
 

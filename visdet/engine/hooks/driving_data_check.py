@@ -1,6 +1,6 @@
 """The check that a driving model fits the cameras, classes and keys of a data set of driving frames."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -24,15 +24,15 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
     info = dataset.get_info(0)
     is_learnt = loader_name == "train_dataloader"
     for name, module in model.named_modules():
-        keys: tuple[str, ...] = ()
-        numbers: Iterable[_Number] = ()
         if hasattr(module, "gt_cls_key") and hasattr(module, "layers"):
             is_map = module.gt_cls_key == "gt_map_labels"
-            keys = ("map_annos",) if is_map else ("gt_boxes",)
+            keys = ["map_annos" if is_map else "gt_boxes"]
             numbers = _numbers_of_head(module, dataset, is_map)
         elif hasattr(module, "motion_anchor"):
-            keys = ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")
+            keys = ["gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status"]
             numbers = _numbers_of_planner(module, dataset, info)
+        else:
+            continue
         for key, found, expected, things in numbers:
             if found != expected:
                 raise ConfigError(

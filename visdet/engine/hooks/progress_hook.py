@@ -1,5 +1,6 @@
 """A hook that shows progress as a live bar on a terminal, and as plain lines elsewhere."""
 
+from collections import defaultdict
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -185,12 +186,12 @@ def _loss_parts(losses: dict[str, float]) -> str:
 
     ``d0.loss_cls`` is of another layer, and ``det_loss_cls_0`` is of the task ``det``.
     """
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = defaultdict(float)
     for name, value in losses.items():
         before, loss, after = name.rpartition("loss")
         if loss:
             part = "other layers" if "." in before else before.rstrip("_") or after.lstrip("_")
-            parts[part] = parts.get(part, 0.0) + value
+            parts[part] += value
     ordered = sorted(parts, key="other layers".__eq__)
     return "  ".join(f"{name} {_number(parts[name])}" for name in ordered)
 

@@ -58,7 +58,7 @@ def _is_left(place: Path) -> bool:
         return False
 
 
-def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
+def check_work_dir(work_dir: str | os.PathLike[str], option: str = "--work-dir") -> None:
     """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
 
     Args:
@@ -81,13 +81,14 @@ def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
 
 
 @contextmanager
-def no_empty_folders(*folders: str | None) -> Iterator[None]:
+def no_empty_folders(*folders: str | os.PathLike[str] | None) -> Iterator[None]:
     """Remove those of the folders and their parents that the block has made, and left empty because it failed.
 
     A folder that is None or "" is left out.
     """
     new = []
-    for folder in map(Path, filter(None, folders)):
+    given: Iterator[str | os.PathLike[str]] = filter(None, folders)
+    for folder in map(Path, given):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         new += missing[-1:]
     try:
