@@ -23,6 +23,7 @@ from mmengine.runner import (
     get_torchvision_models,
 )
 
+from visdet.errors import listed
 from visdet.files.writing import write_atomically, written_whole
 from visdet.restricted_load import load_restricted, start_of_other_file
 
@@ -211,7 +212,7 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     files = sorted(other.name for other in folder.glob("[!.]*") if other.suffix in SUFFIXES)
     wrong = "is a folder; give one of its files" if is_folder else "does not exist"
     near = nearest_names(file.name, [*files, *PUBLISHED])
-    known = f"did you mean {' or '.join(near)}?" if near else ", ".join(files[:8]) or "its folder has none"
+    known = f"did you mean {' or '.join(near)}?" if near else listed(files, 8) or "its folder has none"
     raise MissingCheckpointError(f"checkpoint {path} {wrong}: {known}")
 
 

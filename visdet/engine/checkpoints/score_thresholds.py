@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from visdet.errors import listed
 from visdet.files.writing import write_atomically
 
 from .held_config import meta_of
@@ -54,5 +55,4 @@ def measured_thresholds(content: Mapping[str, Any]) -> tuple[dict[str, float], s
 def told_thresholds(names: Iterable[str], thresholds: Iterable[float], origin: str) -> str:
     """Return a line on the thresholds that a command uses and where they come from."""
     pairs = [f"{name} {value:.2f}" for name, value in zip(names, thresholds, strict=True)]
-    shown = ", ".join(pairs if len(pairs) <= 8 else [*pairs[:8], "…"])
-    return f"thresholds of scores ({origin})" + (shown and f": {shown}")
+    return f"thresholds of scores ({origin})" + (f": {listed(pairs, 8)}" if pairs else "")

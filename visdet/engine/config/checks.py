@@ -107,7 +107,9 @@ def check_counting(cfg: Any) -> None:
     parts = [("default_hooks.checkpoint", section_of(cfg, "default_hooks").get("checkpoint"))]
     parts += [("param_scheduler", schedule) for schedule in several_of(cfg, "param_scheduler")]
     for name, part in parts:
-        given = part.get if isinstance(part, dict) else {}.get
+        if not isinstance(part, dict):
+            continue
+        given = part.get
         kind = given("type")
         by_epoch = given("by_epoch", True) is True
         # A plateau is looked for after each validation.

@@ -330,8 +330,7 @@ def _read_lazily(path: str) -> Config:
 
 def _is_lazy(tree: ast.Module) -> bool:
     """Return whether a config inherits by ``with read_base():``, so that mmengine must read it."""
-    blocks = [node for node in tree.body if isinstance(node, ast.With)]
-    return any("read_base" in ast.unparse(block) for block in blocks)
+    return any("read_base" in ast.unparse(node) for node in tree.body if isinstance(node, ast.With))
 
 
 def _shown(path: str) -> str:
