@@ -305,8 +305,9 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
     now_recipe = runner.recipe
     warn = runner.logger.warning
     now = type(optimizer).__name__
-    before = meta.get("optimizers") or {"": now}
-    if before != {"": now}:
+    own = {"": now}
+    before = meta.get("optimizers") or own
+    if before != own:
         raise CheckpointError(
             refusal(path, f"it has the state of {listed(before.values())}, but the config has {now}")
         )

@@ -86,8 +86,12 @@ def _set_option(cfg: Config, option: str, value: Any) -> None:
     try:
         for key in parents:
             node = node[int(key)] if isinstance(node, list) else node.setdefault(key, ConfigDict())
-        place: Any = int(last) if isinstance(node, list) else last
-        before = node[place] if isinstance(node, list) else node.get(place)
+        place: Any = last
+        if isinstance(node, list):
+            place = int(last)
+            before = node[place]
+        else:
+            before = node.get(last)
         if isinstance(before, ConfigDict) and isinstance(own, dict):
             before.merge(own)
         else:

@@ -30,7 +30,7 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
     ticks = [after - before for before, after in pairwise(edges)]
     with open(path, "r+b") as file:
         try:
-            start, index = _last_box(file, b"moov")
+            start, index = _index(file)
             if b"ctts" in index or end >= _LIMIT:
                 return False
             (movie_scale,) = struct.unpack_from(">I", index, index.index(b"mvhd") + 4 + _TIME_SCALE_AT)
@@ -42,13 +42,13 @@ def set_frame_times(path: str, durations: Sequence[float]) -> bool:
     return True
 
 
-def _last_box(file: BinaryIO, kind: bytes) -> tuple[int, bytes]:
-    """Return where the last box of a file begins, and the box. It must be of a kind."""
+def _index(file: BinaryIO) -> tuple[int, bytes]:
+    """Return where the index of a file begins, which must be its last box, and the index."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        start = content.rfind(kind) - len(kind)  # The size is before the kind.
+        start = content.rfind(b"moov") - 4  # The size is before the kind.
         (size,) = struct.unpack_from(">I", content, start)
         if start + size != len(content):
-            raise ValueError(f"the last box is cut, or is no {kind!r}")
+            raise ValueError("the last box is cut, or is no index")
         return start, content[start:]
 
 

@@ -20,15 +20,15 @@ class PicturePaths:
         self.folder = Path(folder)
         self._image_of: dict[Path, str] = {}
 
-    def path_of(self, image: str | Path, name: str | Path | None = None, suffix: str = ".png") -> Path:
+    def path_of(self, image: str | Path, name: str | Path, suffix: str = ".png") -> Path:
         """Return the path of an image's picture. The same image always gets the same path.
 
         Args:
             image: the path of the image, which identifies it.
-            name: the path below the folder from which the picture gets its name. The default is ``image``.
+            name: the path below the folder from which the picture gets its name.
             suffix: the suffix of the picture.
         """
-        name = Path(image if name is None else name)
+        name = Path(name)
         numbered = (name.with_name(f"{name.name}_{number}{suffix}") for number in count(2))
         free = chain([name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")], numbered)
         place = next(path for path in free if self._image_of.setdefault(path, str(image)) == str(image))

@@ -63,8 +63,7 @@ def joined(
     height, width = shape
     found = []
     for part, (x1, y1, x2, y2) in zip(parts, windows, strict=True):
-        columns = x2 - x1
-        rows = y2 - y1
+        rows, columns = part.shape
         margin = _EDGE * max(columns, rows)
         own = part.enclosing_boxes
         starts, ends = own.split(2, dim=1)
