@@ -11,7 +11,7 @@ def drawn_augmentation(
 ) -> dict[str, Any]:
     """Return the resize factor, crop, flip and rotations of a frame.
 
-    In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their share_left and, by
+    In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their middle and, by
     ``bot_pct_lim``, their bottom.
 
     Args:
