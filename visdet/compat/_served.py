@@ -70,7 +70,7 @@ def serves(
     def declare(signature: Callable[..., Any]) -> Callable[..., Any]:
         for entry in entries:
             extension, _, name = entry.rpartition(".")
-            SERVED[extension][name] = _Function(entry, operator, signature, returns, names)
+            SERVED[extension][name] = _Function(entry, name, operator, signature, returns, names)
         return SERVED[extension][name]
 
     return declare
@@ -92,6 +92,7 @@ class _Function:
     def __init__(
         self,
         entry: str,
+        name: str,
         operator: Callable[..., Any],
         signature: Callable[..., Any],
         returns: Sequence[str],
@@ -101,7 +102,7 @@ class _Function:
         self.operator = operator
         self.returns = returns
         parameters = list(inspect.signature(signature).parameters.values())
-        self.__name__ = entry.rpartition(".")[2]
+        self.__name__ = name
         self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
         types = self.types = signature.__annotations__
         self.results = [name for name in types if types[name] in (Result, FirstRows)]
@@ -123,9 +124,9 @@ class _Function:
             for target, names in self.sources.items()
             if names[0] in given
         }
-        if not (self.grad_outputs or self.returns or self.gradients):
-            return self._write(given, self.operator(**passed))
-        return self._differentiate(given, passed)
+        if self.returns or self.gradients:
+            return self._differentiate(given, passed)
+        return self._write(given, self.operator(**passed))
 
     def _value(self, target: str, names: list[str], given: dict[str, Any]) -> Any:
         """Return what the operator gets for an argument."""

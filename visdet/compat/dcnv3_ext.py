@@ -60,8 +60,9 @@ def dcnv3_forward(
     x = half_w - pad_w + steps(Wout) * stride_w
     y = half_h - pad_h + steps(Hout) * stride_h
     centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).view(1, Hout * Wout, 1, 1, 2)
-    around = steps(kernel_w) * dilation_w - half_w, steps(kernel_h) * dilation_h - half_h
-    points = torch.stack(torch.meshgrid(*around, indexing="ij"), -1).flatten(0, 1)
+    across = steps(kernel_w) * dilation_w - half_w
+    down = steps(kernel_h) * dilation_h - half_h
+    points = torch.cartesian_prod(across, down)
     if remove_center:
         points = points[torch.arange(len(points), device=input.device) != len(points) // 2]
     moved = points + offset.to(wide).view(B, Hout * Wout, group, -1, 2)

@@ -27,23 +27,17 @@ def _sample_views(
     ``visdet.ops.deformable_aggregation``, which leaves out the cameras that a point is not in.
     """
     B, Q, P, _ = sampling_loc.shape
-    V = feat_c2.shape[1]
     levels = (feat_c2, feat_c3, feat_c4, feat_c5, feat_c6)
     maps = [F.pad(one, (0, 0, 1, 1, 1, 1)) for one in levels if one is not None]
-    sizes = torch.tensor(
-        [one.shape[2:4] for one in maps], device=sampling_loc.device
-    )  # [L, 2] (height, width)
-    shapes = sizes.repeat_interleave(V, 0)
-    areas = shapes.prod(1)
-    starts = areas.cumsum(0) - areas
-    widths = sizes.flip(1).to(sampling_loc.dtype)
+    features, shapes, starts = ops.feature_maps_format([[one.movedim(-1, 2)] for one in maps])
+    V = feat_c2.shape[1]
+    widths = shapes[::V, 0].flip(1).to(sampling_loc)  # [L, 2] (width, height)
     at = (sampling_loc[..., None, :2] * (widths - 3) + 1.5) / widths  # [B, Q, P, L, 2]
     view = (sampling_loc[..., 2] * (V - 1)).round()
     is_in = view[..., None] == torch.arange(V, device=view.device)  # [B, Q, P, V]
     locations = torch.where(is_in[..., None, :, None], at[..., None, :], -1.0).view(B, Q * P, 1, -1, 2)
-    weights = attn_weight[..., None].expand(*attn_weight.shape, V).reshape(B, Q * P, 1, -1, 1, 1)
-    values = torch.cat([one.flatten(1, 3) for one in maps], 1)
-    summed = ops.deformable_aggregation(values, shapes[:, None], starts[:, None], locations, weights)
+    weights = attn_weight.repeat_interleave(V, -1).view(B, Q * P, 1, -1, 1, 1)
+    summed = ops.deformable_aggregation(features, shapes, starts, locations, weights)
     return summed.unflatten(1, (Q, P)).transpose(2, 3).contiguous()
 
 

@@ -244,7 +244,7 @@ def _metrics(runner: Any, max_loss: float, family: Family, run: Run) -> dict[str
         found = metrics["exported"][name]
         loss = value - found
         is_lost = np.isnan(loss) != np.isnan(value) or loss > max_loss
-        if any(kind in name for kind in ("mAP", "NDS")) and is_lost:
+        if is_lost and ("mAP" in name or "NDS" in name):
             raise ExportError(
                 f"{name} of the exported model is {found:.4f}, that of the model is {value:.4f}, "
                 f"which is more than {max_loss} apart"

@@ -44,15 +44,15 @@ def build_extension(folder: Path) -> Path:
         next((package / "libs").glob(f"{name}.so*"))
         for name in ("libopenvino", "libopenvino_onnx_frontend", "libtbb")
     ]
-    command = [
+    command: list[str | Path] = [
         os.environ.get("CXX", "g++"),
         *_FLAGS,
         f"-I{_CSRC}",
         f"-isystem{package / 'include'}",
-        *(str(_CSRC / source) for source in _SOURCES),
+        *(_CSRC / source for source in _SOURCES),
         "-o",
-        str(folder / EXTENSION),
-        *map(str, libraries),
+        folder / EXTENSION,
+        *libraries,
     ]
     try:
         built = subprocess.run(command, capture_output=True, text=True)

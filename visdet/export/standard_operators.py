@@ -7,7 +7,7 @@ the shapes of what follows.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,14 +37,11 @@ def standard_operators(model: nn.Module, custom_op: str | None = None) -> Iterat
     def note(_: nn.Module, __: Any, maps: Sequence[Tensor]) -> None:
         sizes[:] = [tuple(level.shape[-2:]) for level in maps]
 
-    necks = [part for name, part in model.named_modules() if name.rpartition(".")[2] in ("neck", "img_neck")]
-    hooks = [neck.register_forward_hook(note) for neck in necks]
-    try:
-        with _Standard(sizes, custom_op):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, _Standard(sizes, custom_op):
+        for name, part in model.named_modules():
+            if name.rpartition(".")[2] in ("neck", "img_neck"):
+                hooks.enter_context(part.register_forward_hook(note))
+        yield
 
 
 class _Standard(TorchFunctionMode):
