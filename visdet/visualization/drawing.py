@@ -54,7 +54,7 @@ def draw_boxes(
         colours: N RGB colours.
         line_width: the width of lines in pixels. By default it grows with the image.
     """
-    canvas = Image.fromarray(image).convert("RGB")
+    canvas = Image.fromarray(image)
     draw = ImageDraw.Draw(canvas)
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))
@@ -176,7 +176,7 @@ def write_text(
     text: str,
     place: tuple[int, int],
     size: int = 13,
-    colour: Sequence[int] = (230, 230, 230),
+    colour: tuple[int, int, int] = (230, 230, 230),
 ) -> None:
     """Write a text with a dark rim into an RGB image, uint8 [H, W, 3].
 
@@ -191,9 +191,7 @@ def write_text(
         return
     text, font = _text_and_font(text, size)
     image = Image.fromarray(canvas)
-    ImageDraw.Draw(image).text(
-        place, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=_BLACK
-    )
+    ImageDraw.Draw(image).text(place, text, colour, font, anchor="ls", stroke_width=1, stroke_fill=_BLACK)
     canvas[:] = np.asarray(image)
 
 

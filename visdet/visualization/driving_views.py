@@ -34,7 +34,7 @@ _AROUND = np.array([[0, 1], [1, 2], [2, 3], [3, 0]])
 _EDGES = np.concatenate([_AROUND, _AROUND + 4, np.arange(8).reshape(2, 4).T])  # by the numbers of the corners
 _NEAR = 0.2
 
-Color = Sequence[int]
+Color = tuple[int, int, int]
 
 
 @dataclass
@@ -57,12 +57,12 @@ class Scene:
 
     def color(self, index: int, colors: Sequence[Color]) -> Color:
         """Return the colour of a box among those of the classes."""
-        return colors[int(self.labels[index]) % len(colors)]
+        return colors[self.labels[index] % len(colors)]
 
     def number(self, index: int) -> str:
         """Return the id of a box as text, which is empty if it has none."""
         ids = self.ids
-        return "" if ids is None or ids[index] < 0 else str(int(ids[index]))
+        return "" if ids is None or ids[index] < 0 else str(ids[index])
 
 
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
@@ -238,7 +238,7 @@ def _draw_from_above(
     def pixels(points: np.ndarray) -> np.ndarray:
         return fixed_point(np.array([width, height]) / 2 + points[..., :2] * (scale, -scale))
 
-    def path(points: np.ndarray, color: Color, thickness: int = 1, closed: bool = False) -> None:
+    def path(points: np.ndarray, color: Sequence[int], thickness: int = 1, closed: bool = False) -> None:
         cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, FIXED_POINT_BITS)
 
     for distance in range(10, int(reach) + 1, 10):
@@ -250,7 +250,8 @@ def _draw_from_above(
         center = boxes[index, :2]
         color = scene.color(index, colors)
         for future, weight in futures[index] if futures else ():
-            path(np.vstack([center, future]), [round(part * (0.25 + 0.6 * weight)) for part in color])
+            shade = [round(part * (0.25 + 0.6 * weight)) for part in color]
+            path(np.vstack([center, future]), shade)
         path(corners, color, 2, closed=True)
         path(np.stack([center, corners[:2].mean(axis=0)]), color)
         x, y = (pixels(corners[0]) >> FIXED_POINT_BITS).tolist()

@@ -146,7 +146,7 @@ class SampleVisualizer(Visualizer):
             columns: the number of samples per row. The default is ``sheet_columns``.
             pred_score_thr: predictions with a lower score are not drawn.
         """
-        columns = self.sheet_columns if columns is None else columns
+        columns = columns or self.sheet_columns
         drawn = []
         for image, sample in zip(images, data_samples, strict=True):
             pictures = self.draw_sample(image, sample, pred_score_thr=pred_score_thr)
