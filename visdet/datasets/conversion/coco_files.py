@@ -44,9 +44,9 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     split = source.table_split(file)
     pictures = {}
     for image in content["images"]:
-        path = source.picture(image["file_name"], file.parent, split)
+        path = source.picture(image["file_name"], file, split)
         size = (image.get("width", 0), image.get("height", 0))
-        pictures[image["id"]] = Picture(path, split or source.file_split(path), size)
+        pictures[image["id"]] = Picture(path, split, size)
     for annotation in content["annotations"]:
         x, y, w, h = annotation["bbox"]
         picture = pictures.get(annotation["image_id"])

@@ -81,11 +81,12 @@ def convert(
     num_boxes = sum(len(picture.boxes) for picture in pictures)
     summary, share = left_out.summary(len(pictures), num_boxes)
     if share > left_out_share:
-        lost = listed(left_out.pictures + left_out.boxes, 3)
+        lost = left_out.pictures + left_out.boxes
         raise InvalidInputError(
-            f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
+            f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: "
+            f"{listed(lost, 3)}"
         )
-    splits = _by_split(pictures, val_share, left_out.remarks)
+    splits = _by_split(pictures, val_share, source)
     numbers: dict[str, Any] = source.numbers or dict.fromkeys(_names_in(pictures))
     if len({number for number in numbers.values() if isinstance(number, int)}) < len(numbers):
         numbers = {name: number for number, name in enumerate(numbers, start=1)}
@@ -158,15 +159,17 @@ def _readable(pictures: Iterable[Picture], source: Source) -> list[Picture]:
     return found
 
 
-def _by_split(pictures: Iterable[Picture], val_share: float, remarks: _Remarks) -> dict[str, list[Picture]]:
+def _by_split(pictures: Iterable[Picture], val_share: float, source: Source) -> dict[str, list[Picture]]:
     """Return the pictures of each split that has some.
 
-    Those of no split are for training. A part of the training pictures becomes the validation split if there is none.
-    This and pictures of several splits are added to the remarks.
+    The split of a picture is that of a table, or else that of its folder. Those of no split are for training. A part of
+    the training pictures becomes the validation split if there is none. This and pictures of several splits are added
+    to the remarks.
     """
+    remarks = source.left_out.remarks
     splits: dict[str, list[Picture]] = defaultdict(list)
     for picture in pictures:
-        splits[picture.split or "train"].append(picture)
+        splits[picture.split or source.file_split(picture.path) or "train"].append(picture)
     training = splits.get("train", [])
     count = len(training)
     if "val" not in splits and val_share and count > 1:

@@ -42,8 +42,7 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     for number, row in enumerate(rows, start=2):
         image, label, *sides = ((row[column] or "").strip() for column in columns.values())  # type: ignore[index]
         if image not in pictures:
-            path = source.picture(image, file.parent, split)
-            pictures[image] = Picture(path, split or source.file_split(path))
+            pictures[image] = Picture(source.picture(image, file, split), split)
         with counted(source.left_out.boxes, f"line {number} of {file}"):
             if None not in sizes:
                 width, height = (float(row[column] or 0) for column in sizes)  # type: ignore[index]

@@ -30,7 +30,7 @@ def read_label_studio(source: Source) -> Iterator[Picture]:
 
 def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
     path = _path_of(task["data"], file, source)
-    picture = Picture(path, source.file_split(path))
+    picture = Picture(path)
     kept = (entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled"))
     for item in next(kept, ()):
         with counted(source.left_out.boxes, f"a region of {path} in {file}"):
@@ -47,8 +47,8 @@ def _path_of(data: dict[str, Any], file: Path, source: Source) -> Path:
     for value in data.values():
         place = unquote(str(value)).rsplit("?d=", 1)[-1]
         if Path(place).suffix.lower() in PICTURE_SUFFIXES:
-            path = source.picture(place, file.parent)
-            return path if path.is_file() else source.picture(path.name.partition("-")[2], file.parent)
+            path = source.picture(place, file)
+            return path if path.is_file() else source.picture(path.name.partition("-")[2], file)
     raise ValueError(f"its data name no image: {data!r:.200}")
 
 

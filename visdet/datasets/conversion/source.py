@@ -30,7 +30,7 @@ class Picture:
     """An image of a data set.
 
     Attributes:
-        path: the file. split: 'train', 'val', 'test', or '' if the data set does not say it.
+        path: the file. split: 'train', 'val', 'test', or '' if no table says it.
         size: the (width, height) that the annotations give, with a 0 for what they do not give.
         boxes: for each object its class, its corners (x1, y1, x2, y2) or the points (x1, y1, x2, y2, x3, ...) of its
             outline, and other entries of its annotation. An outline of four points is that of a turned box.
@@ -127,7 +127,7 @@ class Source:
 
     def picture_like(self, file: Path, split: str = "") -> Path:
         """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""
-        return self.picture(self._name_of_stem.get(file.stem, file.stem), file.parent, split)
+        return self.picture(self._name_of_stem.get(file.stem, file.stem), file, split)
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
@@ -136,7 +136,7 @@ class Source:
             found[path.name.lower()].append(path)
         return found
 
-    def picture(self, name: str, folder: Path, split: str = "") -> Path:
+    def picture(self, name: str, table: Path, split: str = "") -> Path:
         """Return the file of an image that a table names, or a path that does not exist.
 
         It is looked for beside the table and in the root. If it is not there, the files of the same name below the root
@@ -145,8 +145,9 @@ class Source:
 
         Args:
             name: the name or the path in the table, which may be one of another computer, or of Windows.
-            folder: the folder of the table. split: the split of the table.
+            table: the file. split: the split of the table.
         """
+        folder = table.parent
         given = PureWindowsPath(name)  # Both / and \ separate its parts.
         bases = (folder, self.root, folder.parent)
         for base, sub, written in product(bases, ("", "images"), (name, given.as_posix())):

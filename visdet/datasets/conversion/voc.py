@@ -23,7 +23,7 @@ def read_voc(source: Source) -> Iterator[Picture]:
 def _picture(file: Path, split: str, source: Source) -> Picture:
     tree = ElementTree.parse(file)
     name = PureWindowsPath(tree.findtext("filename") or "").name or file.stem
-    path = source.picture(name, file.parent, split)
+    path = source.picture(name, file, split)
     if not path.is_file():
         like = source.picture_like(file, split)
         path = like if like.is_file() else path

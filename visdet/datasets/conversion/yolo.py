@@ -109,7 +109,7 @@ def _listed(place: Path, split: str, source: Source) -> Iterator[Path]:
     """Yield the images that a text file lists."""
     for number, line in enumerate(text_of(place).splitlines(), start=1):
         if name := line.strip():
-            path = source.picture(name, place.parent, split)
+            path = source.picture(name, place, split)
             if path.is_file():
                 yield path
             else:
