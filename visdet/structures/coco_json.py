@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -315,20 +315,20 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         ValueError: two categories have the same name of ``classes``, a class that the file lacks looks like one of its
             categories (see :func:`look_alike`), or none of the classes is in the file.
     """
-    label_of = {name: label for label, name in enumerate(classes)}
-    names = [category["name"] for category in categories]
-    repeated = min((name for name in names if name in label_of and names.count(name) > 1), default=None)
-    if repeated is not None:
-        ids = [repr(category["id"]) for category in categories if category["name"] == repeated]
-        raise InvalidInputError(
-            f"annotation file {path}: several categories are named {repeated}: ids {listed(ids)}. Give each a name of "
-            "its own, or give all their boxes one category_id and remove the other categories"
-        )
-    matched = {
-        category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
-    }
-    spare = [name for name in names if name not in label_of]
-    alike = [hint for name in classes if name not in names and (hint := look_alike(name, spare))]
+    ids_of: defaultdict[str, list[int | str]] = defaultdict(list)
+    for category in categories:
+        ids_of[category["name"]].append(category["id"])
+    matched: dict[int | str, int] = {}
+    for label, name in enumerate(classes):
+        ids = ids_of[name]
+        if len(ids) > 1:
+            raise InvalidInputError(
+                f"annotation file {path}: several categories are named {name}: ids {listed(map(repr, ids))}. Give each "
+                "a name of its own, or give all their boxes one category_id and remove the other categories"
+            )
+        matched |= dict.fromkeys(ids, label)
+    spare = [name for name in ids_of if name not in classes]
+    alike = [hint for name in classes if not ids_of[name] and (hint := look_alike(name, spare))]
     if alike:
         raise InvalidInputError(
             f"annotation file {path}: names of categories and classes are compared exactly, but category "
@@ -336,7 +336,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         )
     if not matched:
         raise InvalidInputError(
-            f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
+            f"annotation file {path}: none of its {len(categories)} categories ({listed(spare)}) is among the "
             f"{len(classes)} classes ({listed(classes)}). Name the file's categories in the config: "
             "metainfo=dict(classes=(...))."
         )
