@@ -87,7 +87,7 @@ def train(
     from visdet.engine.run import train as train_config
 
     _use_device(device)
-    given = dict(options or {})
+    given = options or {}
     if isinstance(model, str) and data is None:
         raise InvalidInputError(
             f"model={model!r} names the model for data=FOLDER; a config has a model of its own"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from pathlib import PurePath
 
 import numpy as np
 from mmengine import fileio
@@ -22,6 +23,7 @@ __all__ = [
     "PICTURE_SUFFIXES",
     "check_no_pipe",
     "extra_frames",
+    "is_picture",
     "open_image",
     "opened",
     "orientation_of",
@@ -82,6 +84,11 @@ _DAMAGED = (
 )
 
 
+def is_picture(path: PurePath) -> bool:
+    """Return whether the suffix of a file is that of an image."""
+    return path.suffix.lower() in PICTURE_SUFFIXES
+
+
 @contextmanager
 def open_image(
     path: str | os.PathLike,
@@ -106,11 +113,15 @@ def open_image(
         MissingFileError: there is no such file.
         InvalidInputError: the file is a pipe or a folder, is not an image, is damaged or has too many pixels.
     """
-    size = "" if content is None else f" ({len(content)} bytes)"
+    source: str | os.PathLike | BytesIO = path
+    size = ""
+    if content is None:
+        check_no_pipe(path, f"{where}image {path}")
+    else:
+        source = BytesIO(content)
+        size = f" ({len(content)} bytes)"
     try:
-        if content is None:
-            check_no_pipe(path, f"{where}image {path}")
-        with _opened(path if content is None else BytesIO(content)) as image:
+        with _opened(source) as image:
             width, height = image.size
             if max_pixels is not None and width * height > max_pixels:
                 raise ValueError(

@@ -65,11 +65,10 @@ class DrivingDataSample(BaseDataElement):
 
     def with_inputs_on(self, device: torch.device, non_blocking: bool = False) -> "DrivingDataSample":
         """Return a copy whose tensors are on ``device``, except those whose length depends on the scene."""
-        lists = {name: value for name, value in self.items() if name.startswith(_OF_TRUE_INSTANCES)}
-        rest = self.new(**{name: value for name, value in self.items() if name not in lists})
+        rest = self.new()
+        lists = {name: rest.pop(name) for name in self.keys() if name.startswith(_OF_TRUE_INSTANCES)}
         moved = rest.to(device, non_blocking=non_blocking)
-        for name, value in lists.items():
-            moved.set_field(value, name)
+        moved.set_data(lists)
         return moved
 
     def pin_memory(self) -> "DrivingDataSample":

@@ -150,7 +150,6 @@ def closed_orders(line: np.ndarray) -> np.ndarray:
     The orders start from every point and run in both directions.
     """
     ring = line[:-1]
-    places = np.arange(len(ring))
-    starts = (places - places[:, None]) % len(ring)
-    rings = np.concatenate([ring[starts], ring[::-1][starts]])
-    return np.concatenate([rings, rings[:, :1]], axis=1)
+    number = len(ring)
+    places = (np.arange(number + 1) - np.arange(number)[:, None]) % number
+    return np.concatenate([ring[places], ring[::-1][places]])

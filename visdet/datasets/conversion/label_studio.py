@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import torch
 
-from visdet.files.images import PICTURE_SUFFIXES
+from visdet.files.images import is_picture
 from visdet.structures.coco_json import read_json
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
@@ -46,7 +46,7 @@ def _path_of(data: dict[str, Any], file: Path, source: Source) -> Path:
     """Return the image of a task. Label Studio puts eight letters before the name of a file that is uploaded."""
     for value in data.values():
         place = unquote(str(value)).rsplit("?d=", 1)[-1]
-        if Path(place).suffix.lower() in PICTURE_SUFFIXES:
+        if is_picture(Path(place)):
             path = source.picture(place, file)
             return path if path.is_file() else source.picture(path.name.partition("-")[2], file)
     raise ValueError(f"its data name no image: {data!r:.200}")

@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from visdet.errors import InvalidInputError, listed, reading
-from visdet.files.images import PICTURE_SUFFIXES
+from visdet.files.images import is_picture
 
 _SPLIT = re.compile(r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])")
 _LEAST_FOLDERS = (
@@ -197,7 +197,7 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
 
 def pictures_below(folder: Path) -> list[Path]:
     """Return the image files in a folder and below it."""
-    return [path for path in files_below(folder, "*") if path.suffix.lower() in PICTURE_SUFFIXES]
+    return list(filter(is_picture, files_below(folder, "*")))
 
 
 def split_of(path: PurePath) -> str:

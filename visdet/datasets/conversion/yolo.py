@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from visdet.errors import InvalidInputError, listed
-from visdet.files.images import PICTURE_SUFFIXES
+from visdet.files.images import is_picture
 from visdet.files.yaml_text import load_yaml
 
 from .source import Box, Picture, Source, checked_box, files_below, pictures_below, text_of
@@ -95,7 +95,7 @@ def _files_of_splits(source: Source, data: dict[str, Any], table: Path) -> Itera
             elif place.is_dir():
                 for path in pictures_below(place):
                     yield split, path
-            elif place.suffix.lower() in PICTURE_SUFFIXES:
+            elif is_picture(place):
                 yield split, place
             else:
                 for path in _listed(place, split, source):
