@@ -73,11 +73,14 @@ def _rows_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def can_be_added(tensor: Tensor, added: Tensor | None) -> bool:
     """Return whether a kernel may add ``added`` [B or 1, ..., C] to what it computes from a tensor [B, ..., C]."""
-    if added is None or type(added) is not Tensor or added.dtype != torch.float32:
-        return False
-    if added.device != tensor.device or added.shape[1:] != tensor.shape[1:]:
-        return False
-    return len(added) in (1, len(tensor)) and (not added.requires_grad or _rows_of(added) is not None)
+    return (
+        type(added) is Tensor
+        and added.dtype == torch.float32
+        and added.device == tensor.device
+        and added.shape[1:] == tensor.shape[1:]
+        and len(added) in (1, len(tensor))
+        and (not added.requires_grad or _rows_of(added) is not None)
+    )
 
 
 class _SumWithRows(torch.autograd.Function):

@@ -25,15 +25,15 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None) ->
     """
     if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or is_traced() or bias is None:
         return False
-    channels = input.shape[-1]
-    if not 0 < _MIN_ROWS * channels <= input.numel():
-        return False
-    if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
-        return False
     dtype = torch.get_autocast_dtype("cuda")
-    if dtype not in _HALVES or input.dtype not in (torch.float32, dtype):
-        return False
-    return all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias))
+    return (
+        0 < _MIN_ROWS * input.shape[-1] <= input.numel()
+        and torch.is_grad_enabled()
+        and torch.is_autocast_enabled("cuda")
+        and dtype in _HALVES
+        and input.dtype in (torch.float32, dtype)
+        and all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias))
+    )
 
 
 def _is_trained_in_float32(parameter: Tensor, device: torch.device) -> bool:
