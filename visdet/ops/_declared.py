@@ -60,7 +60,7 @@ def declared(
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | options
-            sizes: dict[str, Any] = {}
+            sizes: dict[str, Any] = {"": 1}  # by letter; a number is a factor of 1
             first: tuple[str, Any] | None = None
             device, are_arrays = "meta", False
             try:
@@ -110,7 +110,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
     if number:
         may_be_one, count, kind, comparison, least, most = number.groups()
         length = None if count is None else _size(count)
-        bounds = -math.inf if least is None else float(least), math.inf if most is None else float(most)
+        bounds = float(least or "-inf"), float(most or "inf")
         return _check_number, bool(may_be_one), length, kind, comparison, *bounds
     tensor = _TENSOR.fullmatch(text)
     assert tensor, text
@@ -121,8 +121,10 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 def _size(text: str) -> tuple[int, str, str]:
     """Return the factor and the letter of a size such as "4 * C", and itself."""
-    *factor, letter = text.split(" * ")
-    return (int(text), "", text) if text.isdigit() else (int(factor[0]) if factor else 1, letter, text)
+    if text.isdigit():
+        return int(text), "", text
+    factor, _, letter = text.rpartition(" * ")
+    return int(factor or 1), letter, text
 
 
 def _check_tensor(
@@ -163,9 +165,9 @@ def _fits(shape: Sequence[int], layout: tuple[tuple[int, str, str], ...], sizes:
     if len(shape) != len(layout):
         return False
     for given, (factor, letter, _) in zip(shape, layout, strict=True):
-        if letter and letter not in sizes and (factor == 1 or given % factor == 0):
+        if letter not in sizes and (factor == 1 or given % factor == 0):
             sizes[letter] = given if factor == 1 else given // factor
-        if given != factor * (sizes.get(letter, -1) if letter else 1):
+        if given != factor * sizes.get(letter, -1):
             return False
     return True
 
