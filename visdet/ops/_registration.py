@@ -25,9 +25,10 @@ def differentiable(
     shape: str | Callable[[Any], Any],
     *,
     layouts: Mapping[str, str] | None = None,
-    gradient: "Callable[[str], Any] | None" = None,
+    gradient: Any = None,
     elsewhere: Callable[..., Any] | None = None,
     needs_library: bool = True,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
 
@@ -44,15 +45,16 @@ def differentiable(
             those of ``layouts`` and integer arguments, and a type if that differs: "images [B, C, 2 * H, size] int32".
             Or a function that returns empty results. Its argument has the operator's arguments as attributes.
         layouts: the dimensions of the tensors whose shapes that needs, such as {"images": "[B, C, H, W]"}.
-        gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
-            ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
+        gradient: an object with the three methods of ``Gradient``, which is used otherwise.
         elsewhere: a function of the same arguments in plain torch, for devices that have no kernels.
         needs_library: whether calls on a CPU or a GPU fail where its library is missing. ``elsewhere`` serves them
             otherwise.
+        options: those of ``Gradient``. With its ``reference``, eager calls can be differentiated twice, and
+            ``torch.func`` and tangents get that function.
     """
     if not declares(name):
         return elsewhere if elsewhere and not needs_library else lambda *_: require("cpu")
-    rule = (gradient or Gradient)(name)
+    rule = gradient or Gradient(name, **options)
     reference = getattr(rule, "reference", None)
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
     torch.library.register_fake(f"visdet::{name}_backward", rule.fake)

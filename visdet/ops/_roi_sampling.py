@@ -87,17 +87,15 @@ def bounded_rois(
     """
     low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = rois.to(dtype).clone()
-    is_missing = (~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1))[:, None]
-    places, extents = bounded[:, 1:3], bounded[:, 3:5]
-    if bounded.shape[1] == 6:
-        extents.clamp_(0, high - low)
-        is_missing |= bounded[:, 5:].isinf()
-    else:
-        extents.clamp_(low, high)
+    places, extents, angle = bounded[:, 1:3], bounded[:, 3:5], bounded[:, 5:]
+    is_missing = ~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1) | angle.isinf().any(1)
+    is_missing = is_missing[:, None]
     bounded.masked_fill_(is_missing, 0)
     places.clamp_(low, high).masked_fill_(is_missing, low)
-    if bounded.shape[1] == 5:
-        extents.masked_fill_(is_missing, low)
+    if bounded.shape[1] == 6:
+        extents.clamp_(0, high - low)
+    else:
+        extents.clamp_(low, high).masked_fill_(is_missing, low)
     return bounded
 
 

@@ -1,6 +1,5 @@
 """Rays through grids of voxels: the first occupied voxel of each, and the distance that a density lets them go."""
 
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -198,7 +197,7 @@ _render_rays = _registration.differentiable(
     "render_rays",
     "density [B, N, 2]",
     layouts={"density": "[B, T, D, H, W]", "points": "[B, N, 3]"},
-    gradient=partial(_registration.Gradient, reference=_render_in_torch),
+    reference=_render_in_torch,
     elsewhere=_render_in_torch,
     needs_library=False,
 )

@@ -1,7 +1,5 @@
 """Deformable convolution, in which each tap of the kernel reads the map at a learnt offset from its position."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -198,9 +196,8 @@ _deform_conv2d = _registration.differentiable(
     "deform_conv2d",
     "input [B, O, HO, WO]",
     layouts={"input": "[B, C, H, W]", "offset": "[B, K, HO, WO]", "weight": "[O, I, KH, KW]"},
-    gradient=functools.partial(
-        _registration.Gradient, reference=deform_conv2d_reference, computed_with={"mask": "offset"}
-    ),
+    reference=deform_conv2d_reference,
+    computed_with={"mask": "offset"},
     elsewhere=deform_conv2d_reference,
     needs_library=False,
 )

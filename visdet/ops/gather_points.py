@@ -1,6 +1,5 @@
 """Features of chosen points, or their weighted sums: the operator behind grouping, gathering and interpolation."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ _gather_points = _registration.differentiable(
         given.indices.shape[0], given.features.shape[1], given.indices.shape[1]
     ),
     layouts={"indices": "[B, M, K]"},
-    gradient=partial(_registration.Gradient, reference=gather_points_reference),
+    reference=gather_points_reference,
     elsewhere=gather_points_reference,
     needs_library=False,
 )

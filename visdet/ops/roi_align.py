@@ -126,7 +126,7 @@ _roi_align = _registration.differentiable(
     "roi_align",
     _POOLED,
     layouts=_LAYOUTS,
-    gradient=lambda _: SimpleNamespace(
+    gradient=SimpleNamespace(
         fake=lambda grad_output, rois, B, H, W, *_: grad_output.new_empty(B, grad_output.shape[1], H, W),
         save=_setup_context,
         backward=_backward,

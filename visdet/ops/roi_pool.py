@@ -138,7 +138,7 @@ _roi_pool = _registration.differentiable(
     "roi_pool",
     "input [N, C, pooled_height, pooled_width], input [N, C, pooled_height, pooled_width] int32",
     layouts={"input": "[B, C, H, W]", "rois": "[N, 5]"},
-    gradient=lambda _: SimpleNamespace(
+    gradient=SimpleNamespace(
         fake=lambda grad_output, rois, argmax, B, H, W: rois.new_empty(B, grad_output.shape[1], H, W),
         save=_setup_context,
         backward=_backward,

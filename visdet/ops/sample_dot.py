@@ -1,7 +1,6 @@
 """Dot products of queries with bilinear samples of an image, which need no tensor of samples."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,6 +79,7 @@ _sample_dot = _registration.differentiable(
     "sample_dot",
     "images [B, G, Q, D]",
     layouts={"queries": "[B, G, Q, C]", "samples": "[B, Q, D, 2]"},
-    gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
+    wide="samples",
+    channels_last=("images",),
     elsewhere=sample_dot_reference,
 )

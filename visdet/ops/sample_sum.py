@@ -1,7 +1,5 @@
 """Weighted sums of bilinear samples of an image, which need no tensor of samples."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,6 +66,7 @@ _sample_sum = _registration.differentiable(
     "sample_sum",
     "images [B, G, Q, C]",
     layouts={"images": "[B, C, H, W]", "weights": "[B, G, Q, D]"},
-    gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
+    wide="samples",
+    channels_last=("images",),
     elsewhere=sample_sum_reference,
 )

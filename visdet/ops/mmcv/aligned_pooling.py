@@ -257,7 +257,7 @@ _prroi_pool = _registration.differentiable(
         given.pooled_height + (given.lines == 2),
         given.pooled_width + (given.lines == 1),
     ),
-    gradient=lambda _: SimpleNamespace(
+    gradient=SimpleNamespace(
         fake=lambda grad, rois, B, H, W, scale: grad.new_empty(B, grad.shape[1], H, W),
         save=_save,
         backward=_backward,
