@@ -254,7 +254,8 @@ class CocoMetric(BaseMetric):
                 row[item] = evaluation.average_precision(label=label, **choice)
             rows.append(row)
         if self.classwise:
-            self._log_classes()
+            columns = ("class", "boxes", *self.precisions)
+            print_log("\n" + table_text(columns, (tuple(row.values()) for row in rows)), logger="current")
             for row in rows:
                 names = (metric.replace("*", row["name"]) for metric in self.class_metrics)
                 metrics |= dict.fromkeys(names, row["mAP"])
@@ -316,13 +317,6 @@ class CocoMetric(BaseMetric):
             if label is not None and image is not None:
                 truth[image].append(_annotation(label, self._box_of(row), box_area(row), is_ignored(row)))
         return truth
-
-    def _log_classes(self) -> None:
-        """Log a table of the precision of each class."""
-        results = self.classwise_results
-        rows = [tuple(row.values()) for row in results]
-        columns = ("class", "boxes", *list(results[0])[2:])
-        print_log("\n" + table_text(columns, rows), logger="current")
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         owner = type(self).__name__

@@ -262,8 +262,7 @@ def logged(rows: Mapping[str, Mapping[str, float]], summary: dict[str, float], k
 def as_array(value: Any) -> np.ndarray:
     """Return a tensor or a sequence as a numpy array. Floating-point numbers become float64."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.double() if value.is_floating_point() else value
+        value = (value.double() if value.is_floating_point() else value).numpy(force=True)
     array = np.asarray(value)
     return array.astype(np.float64, copy=False) if array.dtype.kind == "f" else array
 

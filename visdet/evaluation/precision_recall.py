@@ -76,10 +76,10 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
     precision = right / counts
     recall = right / max(num_truths, 1)
     f1 = 2 * right / (counts + num_truths)
-    best = int(f1.argmax()) if f1.max(initial=0) > 0 else None
     record: dict[str, Any] = dict.fromkeys(("best_threshold", "best_f1", "best_precision", "best_recall"))
     shown = np.unique(np.linspace(0, max(size - 1, 0), _MOST_POINTS).round().astype(int))[:size]
-    if best is not None:
+    if f1.max(initial=0) > 0:
+        best = int(f1.argmax())
         following = best + 1
         below = scores[following] if following < size else 0.0
         record = {
@@ -89,10 +89,9 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
             "best_recall": float(recall[best]),
         }
         shown = np.union1d(shown, [best])
-    points = {"scores": scores, "precision": precision, "recall": recall}
-    return (
-        {"num_truths": int(num_truths)} | record | {name: row[shown].tolist() for name, row in points.items()}
-    )
+    for name, row in (("scores", scores), ("precision", precision), ("recall", recall)):
+        record[name] = row[shown].tolist()
+    return {"num_truths": int(num_truths), **record}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Average precision of map polylines under their Chamfer distance."""
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.nda
     """Return the lines of at least two points as arrays, and the mask of these lines among all."""
     arrays = [as_array(line) for line in lines]
     is_line = np.array([len(line) > 1 for line in arrays], dtype=bool)
-    return [line for line, keep in zip(arrays, is_line, strict=True) if keep], is_line
+    return list(compress(arrays, is_line)), is_line
 
 
 def _distances(lines: np.ndarray, truth: np.ndarray, reach: float, is_same: np.ndarray) -> np.ndarray:

@@ -51,15 +51,15 @@ class SparseBox3DEncoder(BaseModule):
         self.pos_fc = perceptron(3, widths[0])
         self.size_fc = perceptron(3, widths[1])
         self.yaw_fc = perceptron(2, widths[2])
-        if vel_dims > 0:
-            self.vel_fc = perceptron(vel_dims, widths[3])
+        self.vel_fc = perceptron(vel_dims, widths[3]) if vel_dims > 0 else None
         output_dims = widths[-1]
         self.output_fc = perceptron(output_dims, output_dims) if output_fc else None
         perceptrons = self._perceptrons()
         self._side_by_side = SideBySide(perceptrons) if SideBySide.serves(perceptrons) else None
 
     def _perceptrons(self) -> list[nn.Sequential]:
-        return [self.pos_fc, self.size_fc, self.yaw_fc, *([self.vel_fc] if self.vel_dims > 0 else [])]
+        parts = self.pos_fc, self.size_fc, self.yaw_fc, self.vel_fc
+        return [part for part in parts if part is not None]
 
     def forward(self, box_3d: Tensor) -> Tensor:
         """Return the embeddings [..., C] of anchors [..., 8 + velocities]."""

@@ -1,5 +1,6 @@
 """What heads of one task and of several share: the ground truth, costs and losses of each task are its criterion's."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,13 +18,13 @@ from .sparse4d_loss import Sparse4DLoss
 class HeadOfTasks(BaseModule):
     """A head that learns boxes, lines or both. Results of its methods are dicts by the ``task_prefix`` of each task."""
 
+    @abstractmethod
     def criteria(self) -> dict[str, Sparse4DLoss]:
         """Return the criterion of each task that is matched with ground truth."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs_by_task(self, model_outs: Any) -> dict[str, dict[str, Any]]:
         """Return what ``forward`` has returned for each of these tasks."""
-        raise NotImplementedError
 
     def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the instances of the batch, padded and on the device.

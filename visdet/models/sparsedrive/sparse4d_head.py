@@ -286,8 +286,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:
-            decoder = self.decoder
-            threshold = None if decoder is None else decoder.score_threshold
+            threshold = getattr(self.decoder, "score_threshold", None)
             output["instance_id"], bank_state = bank.get_instance_id(bank_state, classes, threshold)
         return output, Sparse4DState(bank_state, queries)
 

@@ -248,7 +248,7 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
         for old, new in zip(of_state, of_frame, strict=True):
             n = new.shape[2]
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
-            old = old[:, :, :n]  # It gets as many queries in a group as there are now.
+            # It gets as many queries in a group as there are now, more or fewer.
             old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, n - old.shape[2])).to(new.dtype)
             old = torch.where(has_history, old, new[:, :T])
             merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))

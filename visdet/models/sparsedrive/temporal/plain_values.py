@@ -1,6 +1,7 @@
 """Conversion of temporal states to and from plain types, which a checkpoint can hold."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,20 +24,19 @@ def to_plain_values(state: Any) -> Any:
     """Return a state as dicts, lists and tuples of CPU tensors, numbers, strings and None.
 
     Raises:
-        TypeError: the state holds another type, or a dataclass that is not a ``temporal_value``.
+        TypeError: the state holds another type, such as a dataclass that is not a ``temporal_value``.
     """
     if isinstance(state, Tensor):
         return state.detach().cpu()
-    if state is None or isinstance(state, (bool, int, float, str)):
+    if isinstance(state, (int, float, str, NoneType)):
         return state
     if isinstance(state, dict):
         return {key: to_plain_values(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(to_plain_values(value) for value in state)
     kind = type(state).__name__
-    if is_dataclass(state) and kind in _VALUES:
-        names = [field.name for field in fields(state)]
-        return {_KIND: kind, **{name: to_plain_values(getattr(state, name)) for name in names}}
+    if kind in _VALUES:
+        return {_KIND: kind, **to_plain_values(vars(state))}
     raise TypeError(f"to_plain_values: a temporal state must not hold a {kind}")
 
 
