@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -77,8 +78,7 @@ class DenseDepthNet(BaseModule):
             gt = gt.reshape(-1).to(pred.dtype)
             is_known = (gt > 0) & ~pred.isnan()
             # NaN is replaced before the clamp, so that the gradient of such a pixel is 0 instead of NaN.
-            error = (
-                torch.where(is_known, pred, 0.0).clamp(0, self.max_depth) - torch.where(is_known, gt, 0.0)
-            ).abs()
-            total = total + error.sum() / (is_known.sum() * len(depth_preds)).clamp(min=1)
+            predicted = torch.where(is_known, pred, 0.0).clamp(0, self.max_depth)
+            error = F.l1_loss(predicted, torch.where(is_known, gt, 0.0), reduction="sum")
+            total = total + error / (is_known.sum() * len(depth_preds)).clamp(min=1)
         return total * self.loss_weight

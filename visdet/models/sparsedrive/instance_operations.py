@@ -79,9 +79,9 @@ class InstanceOperations(BaseModule):
         self,
         layer: nn.Module,
         query: Tensor,
-        query_pos: Tensor | None,
+        query_pos: Tensor,
         key: Tensor | None = None,
-        key_pos: Tensor | None = None,
+        key_pos: Any = None,
         value: Tensor | None = None,
         **masks: Tensor | None,
     ) -> Tensor:
@@ -89,17 +89,16 @@ class InstanceOperations(BaseModule):
 
         Args:
             layer: a ``MultiheadAttention``, which has the width 2C with ``decouple_attn``.
-            query, query_pos: [B, Q, C], features and embeddings. key, key_pos: [B, K, C].
+            query, query_pos: [B, Q, C], features and embeddings. key, key_pos: [B, K, C], both or neither.
             value: the result of ``fc_before`` for [B, K, C], by default the keys as they enter the attention.
             masks: ``attn_mask`` and ``key_padding_mask`` of the layer.
         """
-        if self.decouple_attn and query_pos is not None:
+        positions: dict[str, Any] = {"query_pos": query_pos, "key_pos": key_pos}
+        if self.decouple_attn:
+            positions = {}
             query = _side_by_side(query, query_pos)
-            query_pos = None
-            if key is not None and key_pos is not None:
-                key = _side_by_side(key, key_pos)
-                key_pos = None
-        return self.fc_after(layer(query, key, value, query_pos=query_pos, key_pos=key_pos, **masks))
+            key = None if key is None else _side_by_side(key, key_pos)
+        return self.fc_after(layer(query, key, value, **positions, **masks))
 
 
 def _side_by_side(feature: Tensor, embed: Tensor) -> Tensor:

@@ -107,11 +107,9 @@ class SparseDriveHead(HeadOfTasks):
 
     def outputs_by_task(self, model_outs: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
         """Return the outputs of detection and map."""
-        outs = dict(zip(("det", "map"), model_outs, strict=False))
-        by_task: dict[str, Any] = {}
-        for name, head in self._perception().items():
-            by_task |= head.outputs_by_task(outs[name])
-        return by_task
+        present = filter(None, model_outs)  # Detection and map come first.
+        heads = self._perception().values()
+        return {head.task_prefix: outs for head, outs in zip(heads, present, strict=False)}
 
     def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
         """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
@@ -124,9 +122,8 @@ class SparseDriveHead(HeadOfTasks):
             name: head.enter(state and state[name], batch_size, step)
             for name, head in self._perception().items()
         }
-        if (
-            self.with_motion_plan
-        ):  # It remembers the instances of detection, and nothing if detection starts anew.
+        # Motion and planning remember instances of detection, and nothing if that starts anew.
+        if self.with_motion_plan:
             entered["motion_plan"] = state and entered["det"].bank.step and state["motion_plan"]
         return entered
 

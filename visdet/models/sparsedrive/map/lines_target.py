@@ -63,7 +63,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
                 axes may be one. If a line has fewer orderings than there is room for, the others must lie far away.
             device: the device of the result.
         """
-        lines = [(line.flatten(2) if line.dim() == 4 else line).cpu().float() for line in box_target]
+        lines = [line.flatten(2).cpu().float() for line in box_target]
         weights = [line.new_ones(len(line), line.shape[-1]) for line in lines]
         return PaddedInstances.of(cls_target, lines, weights, device)
 
