@@ -37,6 +37,7 @@ class InstanceOperations(BaseModule):
             embed_dims: width C of the instances.
             decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
         """
+        self.embed_dims = embed_dims
         self.operation_order = list(operation_order)
         self.decouple_attn = decouple_attn
         self.layers = nn.ModuleList([built(configs[op], MODELS) for op in operation_order])

@@ -157,19 +157,28 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             "deformable": deformable_model,
             "refine": refine_layer,
         }
-        self.embed_dims = self.instance_bank.embed_dims
-        self.build_operations(configs, order, self.embed_dims, decouple_attn)
+        self.build_operations(configs, order, self.instance_bank.embed_dims, decouple_attn)
+        self.criterion = self._criterion(loss_cls, loss_reg, reg_weights, cls_threshold_to_reg)
+
+    def _criterion(
+        self,
+        loss_cls: dict[str, Any] | None,
+        loss_reg: dict[str, Any] | None,
+        reg_weights: Sequence[float] | None,
+        cls_threshold_to_reg: float,
+    ) -> Sparse4DLoss:
+        """Return the criterion, given what the constructor was given."""
         layers: Any = self.layers
-        self.criterion = Sparse4DLoss(
+        return Sparse4DLoss(
             sampler=self.sampler,
             loss_cls=built(loss_cls, MODELS),
             loss_reg=built(loss_reg, MODELS),
             reg_weights=(1.0,) * 10 if reg_weights is None else tuple(reg_weights),
             cls_threshold_to_reg=cls_threshold_to_reg,
-            num_single_frame_decoder=num_single_frame_decoder,
-            task_prefix=task_prefix,
-            gt_cls_key=gt_cls_key,
-            gt_reg_key=gt_reg_key,
+            num_single_frame_decoder=self.num_single_frame_decoder,
+            task_prefix=self.task_prefix,
+            gt_cls_key=self.gt_cls_key,
+            gt_reg_key=self.gt_reg_key,
             num_classes=min((layer.num_cls for layer in layers if hasattr(layer, "num_cls")), default=None),
         )
 

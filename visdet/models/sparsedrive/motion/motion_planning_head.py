@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     ``embed_dims`` channels.
     """
 
+    class_rows: ClassVar[dict[str, list[str]]] = {"classes": ["motion_anchor"]}
+
     def __init__(
         self,
         fut_ts: int = 12,
@@ -125,24 +127,15 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.fut_mode = fut_mode
         self.ego_fut_ts = ego_fut_ts
         self.ego_fut_mode = ego_fut_mode
-        self.embed_dims = embed_dims
         self.num_det = num_det
         self.num_map = num_map
         self.plan_step_s = plan_step_s
-        model_of = MODELS.build
-        part_of = TASK_UTILS.build
-        self.instance_queue = model_of(instance_queue)
-        self.motion_decoder = part_of(motion_decoder)
-        self.planning_decoder = part_of(planning_decoder)
-        self.criterion = MotionPlanningLoss(
-            motion_sampler=part_of(motion_sampler),
-            motion_loss_cls=model_of(motion_loss_cls),
-            motion_loss_reg=model_of(motion_loss_reg),
-            planning_sampler=part_of(planning_sampler),
-            plan_loss_cls=model_of(plan_loss_cls),
-            plan_loss_reg=model_of(plan_loss_reg),
-            plan_loss_status=model_of(plan_loss_status),
-        )
+        self.instance_queue = MODELS.build(instance_queue)
+        self.motion_decoder = TASK_UTILS.build(motion_decoder)
+        self.planning_decoder = TASK_UTILS.build(planning_decoder)
+        motion_learns = (motion_sampler, motion_loss_cls, motion_loss_reg)
+        planning_learns = (planning_sampler, plan_loss_cls, plan_loss_reg, plan_loss_status)
+        self.criterion = MotionPlanningLoss(motion_learns, planning_learns)
         configs = {
             "temp_gnn": temp_graph_model,
             "gnn": graph_model,
@@ -153,7 +146,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         }
         self.build_operations(configs, operation_order, embed_dims, decouple_attn)
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
-        self.class_rows = {"classes": ["motion_anchor"]}
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
         self.motion_anchor_encoder = perceptron(embed_dims, embed_dims, out_loops=1)
         self.plan_anchor_encoder = perceptron(embed_dims, embed_dims, out_loops=1)

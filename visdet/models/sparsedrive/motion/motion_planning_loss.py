@@ -1,10 +1,12 @@
 """The losses of motion and of planning."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from visdet.registry import MODELS, TASK_UTILS
 
 from ...layers.precision import without_autocast
 from ..base_target import Assignment, padded_rows
@@ -12,22 +14,23 @@ from ..sample_batch import field_of
 from .motion_target import best_modes
 
 
-@dataclass
 class MotionPlanningLoss:
     """The criterion of a ``MotionPlanningHead``: its ground truth, and the losses. Nothing of it is matched.
 
     Motion learns from the boxes that detection has matched, and planning from the way of the ego vehicle.
 
-    Attributes: see ``MotionPlanningHead``.
+    Args:
+        motion: configs of the targets, and of the losses of classes and of steps.
+        planning: the same, followed by the config of the loss of the status.
     """
 
-    motion_sampler: Any
-    motion_loss_cls: Any
-    motion_loss_reg: Any
-    planning_sampler: Any
-    plan_loss_cls: Any
-    plan_loss_reg: Any
-    plan_loss_status: Any
+    def __init__(self, motion: Sequence[Any], planning: Sequence[Any]) -> None:
+        motion_sampler, *motion_losses = motion
+        planning_sampler, *plan_losses = planning
+        self.motion_sampler = TASK_UTILS.build(motion_sampler)
+        self.motion_loss_cls, self.motion_loss_reg = map(MODELS.build, motion_losses)
+        self.planning_sampler = TASK_UTILS.build(planning_sampler)
+        self.plan_loss_cls, self.plan_loss_reg, self.plan_loss_status = map(MODELS.build, plan_losses)
 
     def ground_truth(self, data: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the future steps [B, N, T, 2] of the boxes of a batch and their masks [B, N, T] on the device."""
