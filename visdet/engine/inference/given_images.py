@@ -170,14 +170,16 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
         return upper_bytes(image, "infer", name)
     low = image.min()
     high = image.max()
+    is_float = kind == "f"
     # Resizing and conversions leave rounding errors.
-    top, scale, slack = (1, 255, 0.001) if kind == "f" else (255, 1, 0)
+    top, slack = (1, 0.001) if is_float else (255, 0)
     if not -slack <= low <= high <= top + slack:  # This is so for NaN, too.
         raise InvalidInputError(
             f"{name}: values of {dtype} must be from 0 to {top}, got {low:g} to {high:g}; give uint8 or uint16, "
             "or divide floats by 255"
         )
-    return np.round(image * scale).astype(np.uint8)
+    whole = np.round(image * 255) if is_float else image  # Rounding takes integers several times as long.
+    return whole.astype(np.uint8)
 
 
 def _opened(path: str) -> Any:
