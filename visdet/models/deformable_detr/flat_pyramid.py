@@ -144,7 +144,7 @@ def _pixels(
         shapes = torch.tensor(level_sizes)
         areas = shapes.prod(1)
         grids = [torch.cartesian_prod(*map(torch.arange, size)) for size in level_sizes]
-        level = torch.cat([torch.full((len(grid),), index) for index, grid in enumerate(grids)])
+        level = torch.cat([grid.new_full(grid.shape[:1], index) for index, grid in enumerate(grids)])
         sources = torch.full((len(level_sizes), 2, max(map(max, level_sizes))), torch.iinfo(torch.int64).max)
         for index, size in enumerate(level_sizes):
             for axis, length in enumerate(size):
