@@ -196,7 +196,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "gt_boxes" in info:
             record |= self._annotations(info)
         if self.test_mode and "gt_ego_fut_trajs" in info:
-            record["fut_boxes"] = self._future_boxes(index, int(np.sum(info["gt_ego_fut_masks"])))
+            record["fut_boxes"] = self._future_boxes(info, index)
         return record
 
     def _cameras(self, info: dict) -> dict:
@@ -252,9 +252,7 @@ class NuScenes3DDetTrackDataset(Dataset):
                 )
             # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
             untracked = np.flatnonzero(tracks < 0)
-            tracks[untracked] = (
-                -2 - (zlib.crc32(str(info["token"]).encode()) << 16) - np.arange(len(untracked))
-            )
+            tracks[untracked] = -2 - (zlib.crc32(info["token"].encode()) << 16) - np.arange(len(untracked))
             annotations["instance_inds"] = tracks
         return annotations
 
@@ -289,12 +287,15 @@ class NuScenes3DDetTrackDataset(Dataset):
             return self._valid(info)
         return info["num_lidar_pts"] + info.get("num_radar_pts", 0) > 0
 
-    def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
+    def _future_boxes(self, info: dict, index: int) -> list[np.ndarray]:
         """Return the boxes [m, 7] at each of the coming steps, in the lidar coordinates of this frame.
 
         Frames of the file count even if ``load_interval`` leaves them out.
+
+        Args:
+            info: the record of the frame. index: its position in the data set.
         """
-        info = self.get_info(index)
+        num_steps = int(np.sum(info["gt_ego_fut_masks"]))
         from_global = inverse_pose(lidar_to_global(info))
         boxes_at = functools.cache(functools.partial(self._boxes_from, from_global))
         here = range(len(self))[index] * self._interval
