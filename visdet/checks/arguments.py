@@ -217,7 +217,7 @@ def check_texts(target: Callable, arguments: Mapping[str, Any]) -> None:
     """
     for key, parameter in parameters_of(target).items():
         hint, values = parameter.annotation, arguments.get(key)
-        if hint is parameter.empty and isinstance(parameter.default, bool | int | float):
+        if hint is parameter.empty and isinstance(parameter.default, int | float):
             hint = bool | float
         if any(isinstance(one, str) for one in (values if isinstance(values, list | tuple) else [values])):
             checked_value(f"{target.__name__}: {key}", values, hint)

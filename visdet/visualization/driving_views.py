@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ _BACKGROUND = (24, 26, 30)
 _EGO_COLOR = (235, 235, 235)
 _EGO_LENGTH = 4.08
 _EGO_WIDTH = 1.73
-# The places of the cameras in the picture, in one row for the front and one for the back.
+# The order of the cameras in the picture, of which the first half is in the first row.
 _PLACES = (
-    ("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"),
-    ("CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT"),
+    "CAM_FRONT_LEFT",
+    "CAM_FRONT",
+    "CAM_FRONT_RIGHT",
+    "CAM_BACK_LEFT",
+    "CAM_BACK",
+    "CAM_BACK_RIGHT",
 )
 _AROUND = np.array([[0, 1], [1, 2], [2, 3], [3, 0]])
 _EDGES = np.concatenate([_AROUND, _AROUND + 4, np.arange(8).reshape(2, 4).T])  # by the numbers of the corners
@@ -115,9 +120,8 @@ def scene_of_prediction(
             scene.futures.append(list(zip(result["trajs_3d"][row][modes], shares, strict=True)))
     if "vectors" in result:
         labels = result["labels"]
-        vectors = result["vectors"]
         are_kept = result["scores"] >= _least(map_score_thr, labels)
-        scene.lines = [(labels[row], vectors[row]) for row in np.flatnonzero(are_kept)]
+        scene.lines = list(compress(zip(labels, result["vectors"], strict=True), are_kept))
     scene.plan = get("final_planning")
     return scene
 
@@ -186,13 +190,11 @@ def draw_frame(
 
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
-    names = list(views)
+    names = _PLACES if views.keys() <= set(_PLACES) else tuple(views)
     columns = -(-len(names) // 2)
-    is_known = views.keys() <= set(_PLACES[0] + _PLACES[1])
-    front, back = _PLACES if is_known else (names[:columns], names[columns:])
     dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
-    sheet = [[views.get(name, dark) for name in front], [views.get(name, dark) for name in back]]
-    return contact_sheet(sheet, gap=0)
+    placed = [views.get(name, dark) for name in names]
+    return contact_sheet([placed[:columns], placed[columns:]], gap=0)
 
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:

@@ -71,13 +71,13 @@ class LeftOut:
     def summary(self, num_pictures: int, num_boxes: int) -> tuple[str, float]:
         """Return how many of all pictures and boxes are left out, and the share of either, of which that is larger.
 
-        The numbers are those that are kept.
+        The numbers are those that are kept, of which that of the pictures is not 0.
         """
         pictures, boxes, others = self.pictures.total(), self.boxes.total(), self.others.total()
         all_pictures, all_boxes = pictures + num_pictures, boxes + num_boxes
         text = f"left out {pictures} of {all_pictures} pictures and {boxes} of {all_boxes} boxes"
         text += f", and {others} other things" if others else ""
-        return text, max(pictures / max(all_pictures, 1), boxes / max(all_boxes, 1))
+        return text, max(pictures / all_pictures, boxes / max(all_boxes, 1))
 
 
 @contextmanager
