@@ -33,7 +33,6 @@ _READERS = {
 }
 FORMATS = tuple(_READERS)
 _NUMBERS_OF_CORNERS = 4  # of an upright box
-_Remarks = defaultdict[str, list[str]]  # see LeftOut.remarks
 
 
 @checked
@@ -188,7 +187,9 @@ def _by_split(pictures: Iterable[Picture], val_share: float, source: Source) -> 
     return splits
 
 
-def _coco(pictures: list[Picture], numbers: dict[str, Any], root: Path, remarks: _Remarks) -> dict[str, Any]:
+def _coco(
+    pictures: list[Picture], numbers: dict[str, Any], root: Path, remarks: dict[str, list[str]]
+) -> dict[str, Any]:
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []

@@ -110,7 +110,8 @@ class Source:
         return pictures_below(self.root)
 
     @cached_property
-    def _name_of_stem(self) -> dict[str, str]:
+    def name_of_stem(self) -> dict[str, str]:
+        """The names of the image files, by what they are without their suffixes."""
         return {path.stem: path.name for path in self.pictures}
 
     def boxes_in_lines(
@@ -127,7 +128,7 @@ class Source:
 
     def picture_like(self, file: Path, split: str = "") -> Path:
         """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""
-        return self.picture(self._name_of_stem.get(file.stem, file.stem), file, split)
+        return self.picture(self.name_of_stem.get(file.stem, file.stem), file, split)
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:

@@ -38,8 +38,7 @@ def lists_of_classes(root: Path) -> list[Path]:
 def read_yolo(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all splits."""
     root = source.root
-    tables = yolo_tables(root) or lists_of_classes(root)
-    table = tables[0] if tables else root / "data.yaml"
+    table, *_ = yolo_tables(root) or lists_of_classes(root) or [root / "data.yaml"]
     data = _content_of(table)
     names = _names_of(data, table)
     source.numbers = dict.fromkeys(map(str, names.values()))
@@ -53,9 +52,8 @@ def read_yolo(source: Source) -> Iterator[Picture]:
             picture.boxes += source.boxes_in_lines(label, read_box)
         yield picture
     # The images of labels that data.yaml does not name are counted as images without annotations.
-    stems = {path.stem for path in source.pictures}
     for file in files_below(root, "[Ll]abels/**/*.txt"):
-        if file.resolve() not in read and file.stem not in stems and file.name not in _CLASSES:
+        if file.resolve() not in read and file.stem not in source.name_of_stem and file.name not in _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
 
 

@@ -34,13 +34,13 @@ class Shape(NamedTuple):
     Attributes:
         label: its class. num_pixels: the number of its visible pixels.
         bbox: the box (x1, y1, x2, y2) around them or, of rotated shapes, around its corners.
-        corners: the four corners (x, y) of the turned box of a rotated shape, whether they are visible or not.
+        corners: the four corners (x, y) of its turned box, whether they are visible or not.
     """
 
     label: int
     bbox: tuple[float, float, float, float]
     num_pixels: int
-    corners: list[list[float]] | None = None
+    corners: list[list[float]]
 
 
 def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> tuple[np.ndarray, list[Shape]]:
@@ -62,7 +62,7 @@ def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> t
             continue
         points = corners if rotated else np.concatenate([pixels, pixels + 1])
         bbox = (*points.min(axis=0).tolist(), *points.max(axis=0).tolist())
-        objects.append(Shape(label, bbox, number, corners.tolist() if rotated else None))
+        objects.append(Shape(label, bbox, number, corners.tolist()))
     canvas += rng.normal(0.0, 3.0, canvas.shape)
     return canvas.clip(0, 255).round().astype(np.uint8), objects
 
@@ -280,7 +280,8 @@ def _write_image(folder: Path, split_number: int, index: int, stamp: dict) -> li
 def _coco(split: str, objects_of_images: list[list[Shape]], stamp: dict) -> dict:
     """Return the content of the COCO file of a split."""
     image_size = stamp["image_size"]
-    classes = ROTATED_SHAPE_CLASSES if "rotated" in stamp else SHAPE_CLASSES
+    rotated = "rotated" in stamp
+    classes = ROTATED_SHAPE_CLASSES if rotated else SHAPE_CLASSES
     images: list[dict] = []
     annotations: list[dict] = []
     for index, objects in enumerate(objects_of_images):
@@ -297,7 +298,7 @@ def _coco(split: str, objects_of_images: list[list[Shape]], stamp: dict) -> dict
                 "area": area,
                 "iscrowd": 0,
             }
-            if corners is not None:
+            if rotated:
                 annotation["segmentation"] = [[round(side, 3) for corner in corners for side in corner]]
             annotations.append(annotation)
     return {
