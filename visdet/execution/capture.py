@@ -67,6 +67,8 @@ def in_parallel(first: Callable[..., A], second: Callable[..., B], reads: Sequen
     # The gradients of the second function are added up on its stream, and reach the other one as a last step, since
     # these nodes are older than those of both functions. Otherwise each of them would hold up the first one's backward.
     def seen_by_second() -> Any:
+        if not torch.is_grad_enabled():
+            return reads
         return map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, reads)
 
     capture = _current.get()

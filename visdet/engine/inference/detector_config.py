@@ -60,12 +60,12 @@ def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.M
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = meta_of(checkpoint)
     dataset = _test_dataset(cfg)
-    of_checkpoint = meta.get("dataset_meta")
     older_names = meta.get("CLASSES")
+    of_checkpoint = meta.get("dataset_meta") or (older_names and {"classes": older_names})
     metainfo = dataset.get("metainfo")
     found = of_checkpoint or metainfo or {}
     owner = "test_dataloader.dataset.metainfo"
-    if of_checkpoint or older_names:
+    if of_checkpoint:
         owner = f"checkpoint {path}: meta['dataset_meta']"
     if not found:
         default = getattr(DATASETS.get(dataset.get("type")), "METAINFO", {})
