@@ -257,8 +257,8 @@ class CocoMetric(BaseMetric):
             columns = ("class", "boxes", *self.precisions)
             print_log("\n" + table_text(columns, (tuple(row.values()) for row in rows)), logger="current")
             for row in rows:
-                names = (metric.replace("*", row["name"]) for metric in self.class_metrics)
-                metrics |= dict.fromkeys(names, row["mAP"])
+                for metric in self.class_metrics:
+                    metrics[metric.replace("*", row["name"])] = row["mAP"]
         return metrics
 
     def _evaluated(

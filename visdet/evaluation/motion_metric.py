@@ -144,7 +144,8 @@ class MotionMetric(DrivingBoxMetric):
             for prefix, key in (("", "paths"), ("constant_velocity_", "constant")):
                 of_source = [{**frame, "paths": frame[key]} for frame in frames]
                 scores = motion_scores(of_source, self.unknown_is_right)
-                metrics |= {f"{prefix}{name}_{key}": value for key, value in scores.items()}
+                for value_name, value in scores.items():
+                    metrics[f"{prefix}{name}_{value_name}"] = value
                 source = prefix.replace("_", " ").strip() or "model"
                 rows.append((name, source, *(scores[key] for key in _NAMES)))
         print_log(table_text(("class", "paths", *_NAMES), rows), logger="current")

@@ -129,6 +129,7 @@ def _summary(mean_precision: float, errors: dict[str, float], with_attributes: b
     summary = {"mAP": mean_precision, "NDS_no_attr": total / 9}
     if with_attributes:
         summary["NDS"] = (total + of_attributes) / 10
-    return summary | {
-        label: errors[name] for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"
-    }
+    for name, label in _ERROR_NAMES.items():
+        if with_attributes or name != "attr_err":
+            summary[label] = errors[name]
+    return summary

@@ -114,15 +114,16 @@ class PlanningMetric(DrivingMetric):
         times = [f"{(t + 1) / per_second:g}" for t in range(num_steps)]
         rows = []
         for name in names:
-            for kind in ("L2", "collision"):
+            for kind, form in (("L2", "{:.3f}"), ("collision", "{:.2%}")):
                 steps = _mean_of_steps(frames, f"{name}{kind}", num_steps)
                 summary = horizons(steps, per_second, kind)
                 if not name:
-                    metrics |= {f"{kind}@{t}s": float(v) for t, v in zip(times, steps, strict=True)}
-                metrics |= {f"{name}{key}": value for key, value in summary.items()}
+                    for time, value in zip(times, steps, strict=True):
+                        metrics[f"{kind}@{time}s"] = float(value)
+                for key, value in summary.items():
+                    metrics[f"{name}{key}"] = value
                 row = [*steps, summary[f"uniad_{kind}"], summary[f"vad_{kind}"]]
-                text = [f"{v:.3f}" if kind == "L2" else f"{v:.2%}" for v in row]
-                rows.append((name.replace("_", " ").strip() or "model", kind, *text))
+                rows.append((name.replace("_", " ").strip() or "model", kind, *map(form.format, row)))
         truth = _mean_of_steps(frames, "truth_collision", num_steps)
         metrics["truth_collision"] = mean_of(truth)
         table = table_text(("plan", "", *(f"{t} s" for t in times), "UniAD", "VAD"), rows)
@@ -146,7 +147,8 @@ def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, f
     at_ends = [float(steps[end - 1]) for end in ends]
     up_to_ends = [mean_of(steps[:end]) for end in ends]
     for convention, values in (("uniad", at_ends), ("vad", up_to_ends)):
-        summary |= {f"{convention}_{name}_{second}s": value for second, value in enumerate(values, start=1)}
+        for second, value in enumerate(values, start=1):
+            summary[f"{convention}_{name}_{second}s"] = value
         summary[f"{convention}_{name}"] = mean_of(values)
     return summary
 

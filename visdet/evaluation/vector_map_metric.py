@@ -95,10 +95,11 @@ class VectorMapMetric(DrivingMetric):
             count = num_truths[label]
             curves[name] = score_curve(nearest.scores[mine], right[mine], count)
             values = [of_classes[label] for of_classes in precisions]
-            rows[name] = {"lines": count} | {
-                f"AP@{threshold}": value for threshold, value in zip(thresholds, values, strict=True)
-            }
-            rows[name]["AP"] = mean_of(values)
+            row: dict[str, float] = {"lines": count}
+            for threshold, value in zip(thresholds, values, strict=True):
+                row[f"AP@{threshold}"] = value
+            row["AP"] = mean_of(values)
+            rows[name] = row
         self.curve_report = CurveReport(f"Chamfer distance {thresholds[middle]:g} m", curves)
         summary = {"mAP": mean_of([row["AP"] for row in rows.values()])}
         return logged(rows, summary, "AP")

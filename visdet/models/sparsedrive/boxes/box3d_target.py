@@ -179,24 +179,20 @@ class SparseBox3DTarget(BaseTargetWithDenoising):
 
         costs = for_solver(self.weighted_distance(anchors[..., None, :], boxes[:, None], 1.0))
         index = solve_padded(costs, [N] * len(labels))
-
-        def by_sample(values: Tensor) -> Tensor:
-            """Return values [G, B, n, ...] as [B, G·n, ...]."""
-            return values.transpose(0, 1).flatten(1, 2)
-
-        dn_labels = by_sample(labels_at(labels, index, _BACKGROUND))
-        n = anchors.shape[2]
+        n = index.shape[-1]
+        index, anchors = (x.transpose(0, 1).flatten(1, 2) for x in (index, anchors))  # [B, G·n, ...]
+        dn_labels = labels_at(labels, index, _BACKGROUND)
         is_box = (labels >= 0).repeat(1, G * n // N)
         ids = None
         if gt_instance_id is not None and self.num_temp_dn_groups > 0:
-            ids = by_sample(labels_at(padded_rows(gt_instance_id, device, N, -1).long(), index, -1))
+            ids = labels_at(padded_rows(gt_instance_id, device, N, -1).long(), index, -1)
         group = torch.arange(G, device=device).repeat_interleave(n)
         # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
         added = (torch.arange(n, device=device) % N >= most).repeat(G)
         apart = ((group[:, None] != group) | added).fill_diagonal_(False)
         return DenoisingQueries(
-            by_sample(anchors),
-            by_sample(rows_or_zeros(boxes, index)),
+            anchors,
+            rows_or_zeros(boxes, index),
             dn_labels,
             apart,
             (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
