@@ -129,7 +129,8 @@ def evaluate_boxes(
         boxes += detected({**result, "img_id": number})
     for row in boxes:
         _, _, width, height = row["bbox"]
-        row |= {"area": width * height, "iscrowd": 0}
+        row["area"] = width * height
+        row["iscrowd"] = 0
     labels = list(range(num_classes))
     categories = [{"id": label, "name": str(label)} for label in labels]
     max_dets = sorted({MAX_DETS_OF_AP, *max_dets})

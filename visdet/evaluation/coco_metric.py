@@ -115,12 +115,14 @@ class CocoMetric(BaseMetric):
         self.format_only = format_only
         self.outfile_prefix = outfile_prefix
         self.iou_thrs = np.linspace(0.5, 0.95, 10) if iou_thrs is None else np.atleast_1d(iou_thrs)
-        self.proposal_nums = sorted(proposal_nums)
-        recalls = [f"AR@{n}" for n in self.proposal_nums]
-        recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
+        numbers = sorted(proposal_nums)
+        self.proposal_nums = numbers
+        recalls = [f"AR@{n}" for n in numbers]
+        recalls += [f"AR_{area}@{numbers[-1]}" for area in AREAS[1:]]
         known = [*self.precisions, *recalls]
-        self.metric_items = list(metric_items or self.precisions)
-        unknown = [item for item in self.metric_items if item not in known]
+        items = list(metric_items or self.precisions)
+        self.metric_items = items
+        unknown = [item for item in items if item not in known]
         if unknown:
             raise InvalidInputError(f"CocoMetric: metric_items must be of {known}, got {unknown}")
         self.classwise_results: list[dict] = []
@@ -354,10 +356,10 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def _annotation(label: int, bbox: Sequence[float], area: float, iscrowd: int) -> dict:
+def _annotation(label: int, bbox: list[float], area: float, iscrowd: int) -> dict:
     return {
         "category_id": label,
-        "bbox": list(bbox),
+        "bbox": bbox,
         "area": area,
         "iscrowd": int(iscrowd),
     }

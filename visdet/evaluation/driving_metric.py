@@ -83,7 +83,8 @@ class DrivingMetric(BaseMetric):
                 raise InvalidInputError(f"{name}: the prediction has no {', '.join(missing)}")
             found = {f"predicted {key}": prediction[key] for key in _PREDICTED if key in prediction}
             check_finite(name, DIVERGED, **found)
-            self.check_true(sample)
+            poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
+            self.check_true(sample, **poses)
             time = sample.get("timestamp")
             pose = sample.get("T_global")
             place = {
@@ -99,10 +100,9 @@ class DrivingMetric(BaseMetric):
         raise NotImplementedError
 
     def check_true(self, sample: Mapping[str, Any], **values: Any) -> None:
-        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite."""
+        """Raise an error if values of the ground truth are NaN or infinite."""
         name = f"{type(self).__name__}: frame {sample['token']}"
-        poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
-        check_finite(name, **{f"true {key}": value for key, value in {**poses, **values}.items()})
+        check_finite(name, **{f"true {key}": value for key, value in values.items()})
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
@@ -256,7 +256,9 @@ def mean_of(values: Sequence[float] | np.ndarray) -> float:
 def logged(rows: Mapping[str, Mapping[str, float]], summary: dict[str, float], key: str) -> dict[str, float]:
     """Log a table with a line for each class, and a summary. Return it with the values ``key`` of the classes."""
     print_log(table_of(rows, summary), logger="current")
-    return summary | {f"{name}_{key}": row[key] for name, row in rows.items()}
+    for name, row in rows.items():
+        summary[f"{name}_{key}"] = row[key]
+    return summary
 
 
 def as_array(value: Any) -> np.ndarray:

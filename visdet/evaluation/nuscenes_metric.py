@@ -73,7 +73,8 @@ class NuScenesMetric(DrivingBoxMetric):
         attributes = sample.get("gt_attributes")
         known = np.full(len(sample["gt_labels_3d"]), "") if attributes is None else np.asarray(attributes)
         frame = self.boxes_of(sample, prediction, self.best_boxes(prediction), gt_attributes=known)
-        return frame | {"has_attributes": attributes is not None}
+        frame["has_attributes"] = attributes is not None
+        return frame
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP, the errors, NDS, and the AP of each class."""

@@ -94,7 +94,8 @@ class PlanningMetric(DrivingMetric):
         size = self.ego_size
         offset = self.ego_offset
         unavoidable = collides(path, boxes, size, offset)
-        frame |= {"complete": True, "truth_collision": unavoidable}
+        frame["complete"] = True
+        frame["truth_collision"] = unavoidable
         for name, candidate in plans.items():
             hits = collides(candidate, boxes, size, offset)
             frame[f"{name}L2"] = np.linalg.norm(candidate - path, axis=1)

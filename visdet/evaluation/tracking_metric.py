@@ -72,7 +72,9 @@ class TrackingMetric(DrivingBoxMetric):
         kept = self.best_boxes(prediction, self.score_threshold)
         no_scores = np.zeros(len(true_ids))
         frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, gt_scores=no_scores, ids=ids[kept])
-        return frame | {"scene": sample["scene_token"], "time": float(time)}
+        frame["scene"] = sample["scene_token"]
+        frame["time"] = float(time)
+        return frame
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""

@@ -71,7 +71,7 @@ class SparseBox3DEncoder(BaseModule):
         if together is not None and predicts_on_gpu and SideBySide.serves(perceptrons):
             parts = together(perceptrons, given)
         else:
-            parts = [in_full_precision(*pair) for pair in zip(perceptrons, given, strict=True)]
+            parts = list(map(in_full_precision, perceptrons, given))
         embedding = sum(parts[1:], parts[0]) if self.mode == "add" else torch.cat(parts, dim=-1)
         output_fc = self.output_fc
         return embedding if output_fc is None else in_full_precision(output_fc, embedding)

@@ -37,6 +37,5 @@ def _in_stripe(length: int, period: Tensor, draw: Tensor) -> Tensor:
     """Return [length], whether each position lies in a stripe of a grid that is half as long again."""
     plane = int(1.5 * length)
     beyond = torch.arange(length, device=draw.device) + (plane - length) // 2 - (draw * period).floor()
-    number = (beyond / period).floor()
-    width = torch.minimum((period * 0.5 + 0.5).floor().clamp(min=1), period - 1)
-    return (beyond >= 0) & (number < (plane / period).floor()) & (beyond - number * period < width)
+    width = torch.minimum(((period + 1) // 2).clamp(min=1), period - 1)
+    return (beyond >= 0) & (beyond // period < plane // period) & (beyond % period < width)

@@ -134,7 +134,8 @@ class FrameClock:
             from_world=_poses(samples, "T_global_inv"),
             scene=tuple(sample.get("scene_token") for sample in samples),
         )
-        if not (np.isfinite(clock.timestamp).all() and np.isfinite(clock.to_world.numpy()).all()):
+        numbers = np.append(clock.to_world, clock.timestamp)
+        if not np.isfinite(numbers).all():
             raise InvalidInputError("FrameClock: timestamps and T_global must be finite numbers")
         return clock
 

@@ -287,8 +287,7 @@ class InstanceBank(ModuleWithAnchors):
         count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
         issued = state.prev_id
         ids = torch.where(is_new, count.view_as(ids) - 1 + issued, ids)
-        state = replace(state, prev_id=issued + count[-1])
         order: Any = state.temp_confidence
         _, (kept,) = topk(order, K, ids.unsqueeze(-1))
         padded = F.pad(kept.squeeze(-1), (0, self.num_anchor - K), value=-1)
-        return ids, replace(state, instance_id=padded)
+        return ids, replace(state, prev_id=issued + count[-1], instance_id=padded)

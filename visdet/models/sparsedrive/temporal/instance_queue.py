@@ -210,11 +210,10 @@ class InstanceQueue(BaseModule):
             return None
         last = state.ego_anchors[-2:]  # or the only one
         before, velocity = (anchor[..., VX : VY + 1] for anchor in (last[0], last[-1]))
-        waves = [
-            (state.ego_period[..., None] > frames) * _waves(motion, shortest)
-            for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
-        ]
-        return in_full_precision(encoder, torch.cat(waves, -1))
+        period = state.ego_period[..., None]
+        waves = (period > 1) * _waves(velocity, 5.0)
+        waves_of_change = (period > 2) * _waves(velocity - before, 2.5)
+        return in_full_precision(encoder, torch.cat([waves, waves_of_change], -1))
 
     def cache(
         self, state: InstanceQueueState, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor
