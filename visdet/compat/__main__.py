@@ -45,7 +45,7 @@ def families() -> list[str]:
 def version_of(name: str) -> str | None:
     """Return the installed version of a bridge's package, or None if the package is not installed."""
     versions = map(installed_version, _DISTRIBUTIONS.get(name, (name,)))
-    return next((version for version in versions if version is not None), None)
+    return next(filter(None, versions), None)
 
 
 def print_bridges() -> None:

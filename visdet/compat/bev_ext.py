@@ -191,7 +191,5 @@ def voxel_pooling_of_products(
     return total
 
 
-for _name in ("dynamic_point_to_voxel_backward", "dynamic_point_to_voxel_forward"):
-    SERVED["bev_ext"][_name] = SERVED["mmcv._ext"][_name]
 globals().update(SERVED["bev_ext"])
 __all__ = list(SERVED["bev_ext"])

@@ -14,7 +14,7 @@ from . import _mmcv_functions as own
 from ._served import FirstRows, Result, computes, serves
 
 
-@computes("mmcv._ext.dynamic_point_to_voxel_backward")
+@computes("mmcv._ext.dynamic_point_to_voxel_backward", "bev_ext.dynamic_point_to_voxel_backward")
 def dynamic_point_to_voxel_backward(
     grad_feats: Result,
     grad_reduced_feats: Tensor,
@@ -39,7 +39,11 @@ def dynamic_point_to_voxel_backward(
     return padded[: len(feats)]
 
 
-@serves(voxels.scatter_to_voxels, "mmcv._ext.dynamic_point_to_voxel_forward")
+@serves(
+    voxels.scatter_to_voxels,
+    "mmcv._ext.dynamic_point_to_voxel_forward",
+    "bev_ext.dynamic_point_to_voxel_forward",
+)
 def dynamic_point_to_voxel_forward(feats: Tensor, coors: Tensor, reduce_type: str) -> Any: ...
 
 

@@ -180,7 +180,7 @@ def _knowing_old_styles(use: Callable) -> Callable:
 
     @functools.wraps(use)
     def use_style(style: Any) -> None:
-        use([*map(current, style)] if isinstance(style, list | tuple) else current(style))
+        use(list(map(current, style)) if isinstance(style, list | tuple) else current(style))
 
     return use_style
 
@@ -248,7 +248,7 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
     Repositories on mmcv 1.x were written for shapely 1. Others take the indices that shapely 2 returns.
     """
     shapely = sys.modules.get("shapely.strtree")
-    if not str(getattr(sys.modules.get("mmcv"), "__version__", "")).startswith("1."):
+    if not getattr(sys.modules.get("mmcv"), "__version__", "").startswith("1."):
         return {}
     if shapely is None or not hasattr(shapely.STRtree, "geometries"):
         return {}

@@ -107,7 +107,7 @@ class Differences:
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return |a - b| relative to the largest number."""
     finite = np.abs(a[np.isfinite(a)].astype(np.float64))
-    return distance(a, b, max(1.0, float(finite.max())) if finite.size else 1.0)
+    return distance(a, b, finite.max(initial=1.0))
 
 
 def distance(a: np.ndarray, b: np.ndarray, scale: Any) -> np.ndarray:
@@ -124,7 +124,7 @@ def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the largest distance of each pair of rows [K, K]. Integers, such as labels, are equal or 1 apart."""
     a = a.reshape(len(a), 1, -1)
     b = b.reshape(1, len(b), -1)
-    if not np.issubdtype(a.dtype, np.floating):
+    if a.dtype.kind != "f":
         return (a != b).any(-1).astype(np.float64)
     return _distance(a, b).max(-1, initial=0.0)
 

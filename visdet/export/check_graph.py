@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -242,9 +241,7 @@ def _rows(outputs: Arrays) -> dict[str, tuple[str, ...]]:
             for other, value in outputs.items()
             if value.shape[:2] == outputs[name].shape[:2] and value.ndim < 4
         ]
-        scores = [
-            other for other in group if other != name and np.issubdtype(outputs[other].dtype, np.floating)
-        ]
+        scores = [other for other in group if other != name and outputs[other].dtype.kind == "f"]
         if scores:
             return {scores[0]: tuple(group)}
     return {}

@@ -103,8 +103,9 @@ class ExposedGraph:
 
         model = copy.deepcopy(self.model)
         if is_exposed:
-            others = [name for name in self.of_images if name not in self.outputs]
-            model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in others)
+            model.graph.output.extend(
+                onnx.ValueInfoProto(name=name) for name in self.of_images if name not in self.outputs
+            )
         with _explained(f"{runtime} cannot load the graph"):
             run = RUNTIMES[runtime](model.SerializeToString(), is_exposed)
         return _explained(f"{runtime} cannot run the graph")(run)
