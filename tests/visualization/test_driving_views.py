@@ -90,11 +90,9 @@ def test_from_above():
 def test_empty_scenes_and_other_cameras():
     empty = Scene(np.zeros((0, 9)), np.zeros(0, int))
     assert draw(empty, empty).shape == (288, 384, 3)
-    images = [np.zeros((48, 128, 3), np.uint8)] * 3
-    picture = draw_frame(
-        images, [AHEAD] * 3, ("left", "middle", "right"), CLASSES, truth=empty, view_width=128
-    )
-    assert picture.shape[1] == 256
+    images = [np.zeros((48, 128, 3), np.uint8)] * 5
+    picture = draw_frame(images, [AHEAD] * 5, "abcde", CLASSES, empty, empty, view_width=127)
+    assert picture.shape[1] == 381
 
 
 def predicted(results):

@@ -71,8 +71,8 @@ def draw_boxes(
     for i in order:
         colour = tuple(colours[i])
         if is_turned:
-            corners = list(map(tuple, outlines[i].tolist()))
-            around = [*corners, *corners[:2]]  # to the second one, so that all joints are round
+            corners = outlines[i].flatten().tolist()
+            around = corners + corners[:4]  # to the second one, so that all joints are round
             draw.line(around, _BLACK, rim, joint="curve")
             draw.line(around, colour, line_width, joint="curve")
             continue

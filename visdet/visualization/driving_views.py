@@ -175,7 +175,7 @@ def draw_frame(
     ]
     cameras = _tile(views)
     full_width = cameras.shape[1]
-    width = full_width // len(panels)
+    width = -(-full_width // len(panels))
     true_plan = truth.plan if truth else None
     above = [
         _draw_from_above(scene, true_plan, colors, reach_m, width, min(width, view_width * 3 // 2), label)

@@ -71,7 +71,7 @@ def draw_once(
     stamp_file = folder / stamp_name
     if _read_stamp(stamp_file) == stamp:
         return folder
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise ForeignFolderError(f"{maker}: {folder} is a file. Give a folder to draw into")
     try:
         parent.mkdir(parents=True, exist_ok=True)
