@@ -120,7 +120,7 @@ class BaseDetector(BaseModel, ABC):
         """
         if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
             return super().parse_losses(losses)
-        values = torch.stack([*losses.values()])
+        values = torch.stack(list(losses.values()))
         parts = [loss for name, loss in losses.items() if "loss" in name]
         total = (values if len(parts) == len(losses) else torch.stack(parts)).sum()
         # The log keeps detached tensors, so that it does not keep the autograd graph of the step.

@@ -224,7 +224,8 @@ class GDLoss(RotatedLoss):
         true_center, true_sides, true_angle = parts_of(target)
         shift = turned(true_center - center, -angle)
         turn = true_angle - angle
-        sides, true_sides = (lengths.clamp(min=_LEAST_SIDE) for lengths in (sides, true_sides))
+        sides = sides.clamp(min=_LEAST_SIDE)
+        true_sides = true_sides.clamp(min=_LEAST_SIDE)
         moved = (shift / sides).square()
         turned_back = turned(shift, -turn) / true_sides
         # The extents of the target along the sides of the prediction, and its area.

@@ -162,13 +162,14 @@ class DeformableDETRHead(BaseModule):
             hidden_states: [D, B, Q, embed_dims].
             references: at least D tensors [B, Q, 2 or box_dim], the references that each layer started from.
         """
+        depth = len(hidden_states)
+        references = references[:depth]
         if len(set(self.reg_branches)) == 1:
-            return self.decode(0, hidden_states, torch.stack(list(references[: len(hidden_states)])))
+            return self.decode(0, hidden_states, torch.stack(list(references)))
         if hidden_states.is_cuda and torch.is_grad_enabled():
-            depth = len(hidden_states)
             classify: list[Any] = [[branch] for branch in self.cls_branches[:depth]]
             regress: list[Any] = list(self.reg_branches[:depth])
-            sizes = {reference.shape for reference in references[:depth]}
+            sizes = {reference.shape for reference in references}
             if len(sizes) == 1 and are_alike(classify) and are_alike(regress):
                 return self._decode_together(classify, regress, hidden_states, references)
         layers = [self.decode(index, hidden, references[index]) for index, hidden in enumerate(hidden_states)]
@@ -193,7 +194,7 @@ class DeformableDETRHead(BaseModule):
                 each_of_its_own(chains, rows).unflatten(1, hidden_states.shape[1:3])
                 for chains in (classify, regress)
             )
-        return logits, self.box_coder.refined(deltas, torch.stack(list(references[: len(deltas)])), LOGIT)
+        return logits, self.box_coder.refined(deltas, torch.stack(list(references)), LOGIT)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [..., C] and boxes [..., box_dim] by a layer's branches from hidden states [...]."""

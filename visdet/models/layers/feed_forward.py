@@ -54,7 +54,7 @@ def feed_forward_layers(
         act_cfg: config of the activation after each hidden layer.
         ffn_drop: dropout probability after every linear layer.
     """
-    widths = [in_channels] + [hidden_channels] * (num_fcs - 1)
+    widths = [in_channels] + [hidden_channels] * (num_fcs - 2)
     hidden = [
         HiddenLayer(
             Linear(width, hidden_channels),
@@ -62,9 +62,9 @@ def feed_forward_layers(
             build_activation_layer(act_cfg, inplace=False),
             nn.Dropout(ffn_drop),
         )
-        for width in widths[:-1]
+        for width in widths
     ]
-    return nn.Sequential(*hidden, Linear(widths[-1], out_channels), nn.Dropout(ffn_drop))
+    return nn.Sequential(*hidden, Linear(hidden_channels, out_channels), nn.Dropout(ffn_drop))
 
 
 def feed_forward(
