@@ -134,7 +134,7 @@ def evaluate(
     from visdet.engine.run import agreed_folder
     from visdet.engine.run import evaluate as evaluate_config
 
-    given = dict(options or {})
+    given = options or {}
     if data is not None:
         root = Path(data).expanduser().resolve()
         if work_dir is None:
@@ -149,7 +149,7 @@ def evaluate(
             "ann_file": file,
             "allow_absent_classes": True,
         }
-        given |= {"test_dataloader.dataset": dataset, "test_evaluator.ann_file": file}
+        given = {**given, "test_dataloader.dataset": dataset, "test_evaluator.ann_file": file}
     return evaluate_config(config, checkpoint, given, work_dir=work_dir, launcher=launcher, **others)
 
 

@@ -89,7 +89,7 @@ class CfgOptions(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         options = dict(getattr(namespace, self.dest) or {})
-        for pair in values or ():
+        for pair in values:
             key, sign, value = pair.partition("=")
             if not sign or not all(key.split(".")):
                 raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")

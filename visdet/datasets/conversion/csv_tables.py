@@ -26,8 +26,8 @@ def read_csv(source: Source) -> Iterator[Picture]:
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
     lines = text_of(file).splitlines()
-    rows = csv.DictReader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count))
-    header = {(column or "").strip().lower(): column for column in rows.fieldnames or ()}
+    rows = csv.DictReader(lines, restval="", delimiter=max(",;\t", key="".join(lines[:1]).count))
+    header = {column.strip().lower(): column for column in rows.fieldnames or ()}
 
     def column_of(names: Collection[str]) -> str | None:
         return next((header[name] for name in names if name in header), None)
@@ -40,7 +40,7 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     split = source.table_split(file)
     pictures: dict[str, Picture] = {}
     for number, row in enumerate(rows, start=2):
-        image, label, *sides = ((row[column] or "").strip() for column in columns.values())  # type: ignore[index]
+        image, label, *sides = (row[column].strip() for column in columns.values())  # type: ignore[index]
         if image not in pictures:
             pictures[image] = Picture(source.picture(image, file, split), split)
         with counted(source.left_out.boxes, f"line {number} of {file}"):

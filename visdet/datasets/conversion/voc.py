@@ -22,7 +22,7 @@ def read_voc(source: Source) -> Iterator[Picture]:
 
 def _picture(file: Path, split: str, source: Source) -> Picture:
     tree = ElementTree.parse(file)
-    name = PureWindowsPath(tree.findtext("filename") or "").name or file.stem
+    name = PureWindowsPath(tree.findtext("filename", "")).name or file.stem
     path = source.picture(name, file, split)
     if not path.is_file():
         like = source.picture_like(file, split)
@@ -30,10 +30,10 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
     width, height = (float(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
     picture = Picture(path, split, (width, height))
     for item in tree.iter("object"):
-        label = item.findtext("name") or ""
+        label = item.findtext("name", "")
         what = f"{file}: an object {label} has no bndbox of four numbers"
         with counted(source.left_out.boxes, what):
-            corners = [item.findtext(f"bndbox/{side}") or "nothing" for side in _SIDES]
+            corners = [item.findtext(f"bndbox/{side}", "nothing") for side in _SIDES]
             others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
             picture.boxes.append(checked_box(label, corners, **others))
     return picture
