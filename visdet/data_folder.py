@@ -216,7 +216,7 @@ def _converted(root: Path, folder: Path) -> dict[str, Path]:
 def _content(file: Path) -> dict[str, Any]:
     from visdet.structures.coco_json import load_coco_json
 
-    return load_coco_json(str(file))
+    return load_coco_json(file)
 
 
 def _count(file: Path) -> int:

@@ -66,5 +66,5 @@ def _annotated(file: Path) -> dict[Any, Any]:
 
     source = Source(file.parent.parent)
     split = source.table_split(file)
-    rows = load_coco_json(str(file))["images"]
+    rows = load_coco_json(file)["images"]
     return {row["id"]: source.picture(row["file_name"], file, split) for row in rows}

@@ -42,7 +42,7 @@ def run(
     out = Path(out_dir or folder)
     files, skipped = convert(root, out, format, val_share, left_out_share)
     for file in files:
-        content = load_coco_json(str(file))
+        content = load_coco_json(file)
         print(f"{file}: " + "\n  ".join(coco_report(content, folder)))
     classes = tuple(category["name"] for category in content["categories"])
     images = "" if out.samefile(root) else f"{root.resolve()}/"

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ _REQUIRED_KEYS = {
 _KEYS_WITH_SIDES = {**_REQUIRED_KEYS, "images": ("id", "file_name", "height", "width")}
 
 
-def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
+def load_coco_json(
+    path: str | Path, backend_args: dict | None = None, needs_annotations: bool = True
+) -> dict:
     """Return the content of a COCO annotation file, after its keys have been checked.
 
     A ``bbox`` of five numbers is a turned box as detectron2 has it: the centre, the width and the height in pixels, and
@@ -62,7 +65,7 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     return content
 
 
-def read_json(path: str, backend_args: dict | None = None) -> Any:
+def read_json(path: str | Path, backend_args: dict | None = None) -> Any:
     """Return the content of a JSON file, which is not checked (see :func:`load_coco_json`)."""
     with reading(f"annotation file {path}"):
         content = fileio.get(path, backend_args=backend_args)

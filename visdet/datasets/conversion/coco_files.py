@@ -25,7 +25,7 @@ def read_coco(source: Source) -> Iterator[Picture]:
         if instances and file not in instances:
             left_out[f"{file}, since there is {instances[0].name}"] += 1
             continue
-        match read_json(str(file)):
+        match read_json(file):
             case {"images": _, "annotations": _}:
                 yield from _pictures(file, source)
             case _:
@@ -33,7 +33,7 @@ def read_coco(source: Source) -> Iterator[Picture]:
 
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
-    content = load_coco_json(str(file))
+    content = load_coco_json(file)
     label_of = {category["id"]: category["name"] for category in content["categories"]}
     groups = [category["id"] for category in grouping(content)]
     for number, name in label_of.items():

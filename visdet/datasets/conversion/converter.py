@@ -176,19 +176,19 @@ def _by_split(pictures: Iterable[Picture], val_share: float, source: Source) -> 
         number = min(max(round(val_share * count), 1), count - 1)
         splits["val"] = [training.pop() for _ in range(number)]
         drawn = "images that are drawn at random for validation, because the data set has none for it"
-        remarks[drawn] += [str(picture.path) for picture in splits["val"]]
+        remarks[drawn] += [picture.path for picture in splits["val"]]
     splits_of: dict[Path, dict[str, None]] = defaultdict(dict)
     for split, images in splits.items():
         for picture in images:
             splits_of[picture.path.resolve()][split] = None
     for path, found in splits_of.items():
         if len(found) > 1:
-            remarks[f"images that are for {' and for '.join(found)}"].append(str(path))
+            remarks[f"images that are for {' and for '.join(found)}"].append(path)
     return splits
 
 
 def _coco(
-    pictures: list[Picture], numbers: dict[str, Any], root: Path, remarks: dict[str, list[str]]
+    pictures: list[Picture], numbers: dict[str, Any], root: Path, remarks: dict[str, list[object]]
 ) -> dict[str, Any]:
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ _SIZES = (("width", "image_width", "img_width"), ("height", "image_height", "img
 def read_csv(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all tables."""
     for file in files_below(source.root, "*.csv"):
-        with counted(source.left_out.others, str(file)):
+        with counted(source.left_out.others, file):
             yield from _pictures(file, source)
 
 

@@ -23,7 +23,7 @@ def is_label_studio(file: Path) -> bool:
 def read_label_studio(source: Source) -> Iterator[Picture]:
     """Yield the picture of each task, with the rectangles of the first annotation that was not cancelled."""
     for file in filter(is_label_studio, files_below(source.root, "*.json")):
-        for number, task in enumerate(read_json(str(file))):
+        for number, task in enumerate(read_json(file)):
             with counted(source.left_out.pictures, f"task {number} of {file}"):
                 yield _picture(task, file, source)
 

@@ -57,7 +57,7 @@ class LeftOut:
         self.pictures: Counter[str] = Counter()
         self.boxes: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
-        self.remarks: defaultdict[str, list[str]] = defaultdict(list)
+        self.remarks: defaultdict[str, list[object]] = defaultdict(list)
 
     def remark_lines(self) -> list[str]:
         """Return a line for each kind of remark, with how often it occurs and its first places."""
@@ -81,7 +81,7 @@ class LeftOut:
 
 
 @contextmanager
-def counted(kind: Counter[str], what: str) -> Iterator[None]:
+def counted(kind: Counter[str], what: object) -> Iterator[None]:
     """Count what the block cannot read as one of a kind of :class:`LeftOut`, and go on."""
     try:
         yield

@@ -16,7 +16,7 @@ def read_voc(source: Source) -> Iterator[Picture]:
         for file in source.root.glob(f"**/ImageSets/Main/{split}.txt"):
             split_of_stem |= dict.fromkeys(text_of(file).split(), split)
     for file in files_below(source.root, "*.xml"):
-        with counted(source.left_out.pictures, str(file)):
+        with counted(source.left_out.pictures, file):
             yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
 
 
