@@ -8,19 +8,18 @@ counts.
 """
 
 import math
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+_ATEN = torch.ops.aten
+
 
 def in_plain_operators(program: ExportedProgram) -> ExportedProgram:
     """Return a program with the same results, in which the operators of this module are replaced."""
-    operators = {attrgetter(name)(torch.ops.aten): formula for name, formula in _FORMULAS.items()}
-    return program.run_decompositions(operators)
+    return program.run_decompositions(_FORMULAS)
 
 
 def _is_inf(x: Tensor) -> Tensor:
@@ -165,24 +164,23 @@ def _sort(
     return x.gather(dim, order), order
 
 
-# Functions with the arguments of operators of ``torch.ops.aten``, by the names and overloads of these.
-_FORMULAS: dict[str, Callable[..., Any]] = {
-    "isinf.default": _is_inf,
-    "isnan.default": _is_nan,
-    "isfinite.default": _is_finite,
-    "nan_to_num.default": _without_nan,
-    "atan2.default": _angle,
-    "scaled_dot_product_attention.default": _masked_attention,
-    "eq.Tensor": _equal,
-    "ne.Tensor": _not_equal,
-    "where.self": _where,
-    "scatter.src": _scatter,
-    "diagonal.default": _diagonal,
-    "floor_divide.default": _floor_divide,
-    "cumsum.default": _cumulative_sum,
-    "gather.default": _gather,
-    "sort.default": _sort,
-    "sort.stable": _sort,
-    "argsort.default": _order,
-    "argsort.stable": _order,
+_FORMULAS = {
+    _ATEN.isinf.default: _is_inf,
+    _ATEN.isnan.default: _is_nan,
+    _ATEN.isfinite.default: _is_finite,
+    _ATEN.nan_to_num.default: _without_nan,
+    _ATEN.atan2.default: _angle,
+    _ATEN.scaled_dot_product_attention.default: _masked_attention,
+    _ATEN.eq.Tensor: _equal,
+    _ATEN.ne.Tensor: _not_equal,
+    _ATEN.where.self: _where,
+    _ATEN.scatter.src: _scatter,
+    _ATEN.diagonal.default: _diagonal,
+    _ATEN.floor_divide.default: _floor_divide,
+    _ATEN.cumsum.default: _cumulative_sum,
+    _ATEN.gather.default: _gather,
+    _ATEN.sort.default: _sort,
+    _ATEN.sort.stable: _sort,
+    _ATEN.argsort.default: _order,
+    _ATEN.argsort.stable: _order,
 }
