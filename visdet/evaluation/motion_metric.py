@@ -177,7 +177,7 @@ def motion_scores(
     found = 0
     for frame in frames:
         taken = take_nearest(frame, _MAX_DISTANCE_M, final_errors(frame) < _MISS_M)
-        found += int((taken >= 0).sum())
+        found += np.count_nonzero(taken >= 0)
     num_truths = matches.num_truths
     if num_truths:
         scores["EPA"] = (found - _FALSE_ALARM_COST * matches.num_false) / num_truths

@@ -51,7 +51,7 @@ class PaddedInstances(Counted):
             labels=padded_rows([row.to("cpu", torch.int64) for row in labels], device),
             values=padded_rows(values, device),
             weights=padded_rows(weights, device),
-            counts=[len(row) for row in labels],
+            counts=list(map(len, labels)),
         )
 
 

@@ -84,11 +84,12 @@ class SideBySide(nn.Module):
         for group in groups:
             tables = [next(numbers).view(len(parameter), -1) for parameter in group]
             columns = max(table.shape[1] for table in tables)
-            padded = [F.pad(table, (0, columns - table.shape[1]), value=-1) for table in tables]
+            # What is missing is read behind the last element.
+            padded = [F.pad(table, (0, columns - table.shape[1]), value=total) for table in tables]
             places.append(torch.stack([table.repeat(width // len(table), 1).T for table in padded]))
         self.shapes = [part.shape for part in places]
         flat = torch.cat([part.flatten() for part in places])
-        self.register_buffer("places", torch.where(flat < 0, total, flat), persistent=False)
+        self.register_buffer("places", flat, persistent=False)
         self.register_buffer("one", torch.ones(width), persistent=False)
         self.register_buffer("none", torch.zeros(width), persistent=False)
 
@@ -111,7 +112,7 @@ class SideBySide(nn.Module):
             shapes = self.shapes
             flat = torch.cat([*(x.flatten() for x in chain(*_parameters(perceptrons))), none[:1]])
             selected = flat.index_select(0, self.places).split([shape.numel() for shape in shapes])
-            tensors = iter([part.view(shape) for part, shape in zip(selected, shapes, strict=True)])
+            tensors = map(Tensor.view, selected, shapes)
             missing = [shapes[0][1] - part.shape[-1] for part in parts]
             padded = [F.pad(part, (0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
             x = torch.stack(padded).flatten(1, -2).to(flat.dtype)

@@ -38,7 +38,7 @@ class FrameStep:
             max_time_interval, default_interval: see :func:`counted_step`. device, dtype: of the numbers.
         """
         # The host computes with numpy, whose functions take a fraction of the time of torch's for so few numbers.
-        seconds = np.array(self.seconds, dtype=np.float64)
+        seconds = np.array(self.seconds)
         matrices = self.previous_to_current.numpy()
         is_continued, interval, velocity = counted_step(
             np.where, seconds, matrices, np.array(self.same_scene), max_time_interval, default_interval

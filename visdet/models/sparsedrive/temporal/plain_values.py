@@ -58,9 +58,9 @@ def from_plain_values(plain: Any, device: torch.device | str) -> Any:
     if _KIND not in plain:
         return {key: from_plain_values(value, device) for key, value in plain.items()}
     name = plain[_KIND]
-    kind = _VALUES.get(name)
-    if kind is None:
+    if name not in _VALUES:
         raise InvalidInputError(f"from_plain_values: a temporal state holds an unknown {name!r}")
+    kind = _VALUES[name]
     given = {}
     for member in fields(kind):
         key = member.name
