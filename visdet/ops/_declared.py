@@ -20,6 +20,7 @@ DECLARATIONS: dict[str, dict[str, str]] = {}  # what is declared of the argument
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR = re.compile(r"(None or |array or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
+_PLAIN = (int, float, torch.SymInt, torch.SymFloat)  # torch.compile cannot ask a symbol what it has
 _INTEGER: Any = (Integral, torch.SymInt)
 _REAL: Any = (Real, torch.SymInt, torch.SymFloat)
 _NUMBER = re.compile(
@@ -186,7 +187,7 @@ def _check_number(
 ) -> Any:
     """Return the number or the numbers. Raise an error unless each is as declared."""
     numbers: Any = given
-    if hasattr(given, "tolist") and not getattr(given, "is_meta", False):
+    if not isinstance(given, _PLAIN) and hasattr(given, "tolist") and not getattr(given, "is_meta", False):
         numbers = given.tolist()
     are_several = isinstance(numbers, (list, tuple))
     types, most_digits = (_INTEGER, 31) if kind == "integer" else (_REAL, 63)
