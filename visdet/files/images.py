@@ -2,7 +2,6 @@
 
 import logging
 import os
-import stat
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Transpose
 
 from visdet.errors import InvalidInputError, MissingFileError, UserError, reading
+
+from .writing import is_device
 
 __all__ = [
     "MAX_PIXELS",
@@ -247,11 +248,7 @@ def check_no_pipe(path: str | os.PathLike, what: str) -> None:
     Raises:
         InvalidInputError: the path is one of these.
     """
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # Its reader says what is wrong.
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if is_device(path):
         raise InvalidInputError(f"{what} is a pipe, a socket or a device, but must be a file")
 
 

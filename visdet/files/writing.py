@@ -5,12 +5,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import BinaryIO
 
 from visdet.errors import UnwrittenFileError, UserError
 
-__all__ = ["write_atomically", "written_whole"]
+__all__ = ["is_device", "write_atomically", "written_whole"]
+
+
+def is_device(path: str | os.PathLike) -> bool:
+    """Return whether a path is that of a device, a pipe or a socket. The address of a file elsewhere is not."""
+    return exists(path) and not (isfile(path) or isdir(path))
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes | memoryview) -> None:
@@ -41,9 +47,8 @@ def written_whole(
         UnwrittenFileError: the file cannot be written, for example because the disk is full.
     """
     target = Path(os.path.realpath(path))
-    is_device = target.exists() and not (target.is_file() or target.is_dir())
     try:
-        if is_device:
+        if is_device(target):
             yield Path(path)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
