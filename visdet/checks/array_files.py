@@ -6,7 +6,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError, reading
 
 # What numpy raises for damaged files.
 DAMAGED = (ValueError, EOFError, RuntimeError, BadZipFile, zlib.error)
@@ -19,14 +19,13 @@ def load_array(path: str | Path) -> np.ndarray:
         MissingFileError: there is no such file.
         InvalidInputError: it is damaged, is no .npy file, or holds objects.
     """
-    if not Path(path).is_file():
-        raise MissingFileError(f"array file {path} does not exist")
-    try:
-        loaded = np.load(path, allow_pickle=False)
-    except DAMAGED as error:
-        raise InvalidInputError(
-            f"array file {path} cannot be read: it is damaged, no .npy file, or holds objects"
-        ) from error
+    with reading(f"array file {path}"):
+        try:
+            loaded = np.load(path, allow_pickle=False)
+        except DAMAGED as error:
+            raise InvalidInputError(
+                f"array file {path} cannot be read: it is damaged, no .npy file, or holds objects"
+            ) from error
     if isinstance(loaded, np.ndarray):
         return loaded
     with loaded:
