@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visdet.structures.poses import wrap_angle
-
 from .precision_recall import take_closest
 
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
@@ -114,7 +112,7 @@ def take_nearest(frame: Frame, max_distance: float, allowed: np.ndarray | None =
     """
     order = np.argsort(frame["scores"], kind="stable")[::-1]
     closeness = closeness_of(frame["boxes"], frame["gt_boxes"], max_distance)
-    taken = np.full(len(order), -1, dtype=np.int64)
+    taken = np.empty_like(order)
     taken[order] = take_closest(closeness[order], None if allowed is None else allowed[order])
     return taken
 
@@ -159,13 +157,13 @@ def errors_of_matches(
     common = np.minimum(sizes, true_sizes).prod(axis=1)
     union = sizes.prod(axis=1) + true_sizes.prod(axis=1) - common
     turn = truth[:, 6] - predicted[:, 6]
-    turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)
+    turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)  # up to half a period to either side
     attributes = matched("gt_attributes", truth_rows)
     is_other = attributes != matched("attributes", rows)
     return {
         "trans_err": np.linalg.norm(predicted[:, :2] - truth[:, :2], axis=1),
         "scale_err": 1 - common / union,
-        "orient_err": np.abs(wrap_angle(turn)),
+        "orient_err": np.abs(turn),
         "vel_err": np.linalg.norm(predicted[:, 7:9] - truth[:, 7:9], axis=1),
         "attr_err": np.where(attributes == "", np.nan, is_other),
     }

@@ -203,10 +203,16 @@ def displacement_errors(
     nan = np.nan
     if not len(steps):
         return nan, nan, nan
-    distances = np.linalg.norm(paths[:, steps] - truth[steps], axis=-1)
-    distances[np.isnan(distances)] = np.inf
+    distances = _distances(paths[:, steps], truth[steps])
     missed = distances.max(axis=1).min() > _MISS_M
     return distances.mean(axis=1).min(), distances[:, -1].min(), float(missed)
+
+
+def _distances(places: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Return the distances [...] of places [..., 2] from the true ones. Those of NaN are infinitely far."""
+    distances = np.linalg.norm(places - truth, axis=-1)
+    distances[np.isnan(distances)] = np.inf
+    return distances
 
 
 def final_errors(frame: dict[str, np.ndarray]) -> np.ndarray:
@@ -218,6 +224,5 @@ def final_errors(frame: dict[str, np.ndarray]) -> np.ndarray:
     truth = frame["gt_paths"]
     last = known.shape[1] - 1 - known[:, ::-1].argmax(axis=1)
     ends = truth[np.arange(len(truth)), last]
-    distances = np.linalg.norm(frame["paths"][:, :, last] - ends, axis=-1)  # [m, K, n]
-    distances[np.isnan(distances)] = np.inf
+    distances = _distances(frame["paths"][:, :, last], ends)  # [m, K, n]
     return np.where(known.any(axis=1), distances.min(axis=1), np.inf)

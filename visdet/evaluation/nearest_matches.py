@@ -55,7 +55,7 @@ class Nearest(NamedTuple):
             is_near: bool [m], whether the objects are close enough.
         """
         near = np.flatnonzero(is_near)
-        right = np.zeros(len(is_near), dtype=bool)
+        right = np.zeros_like(is_near)
         right[near[np.unique(self.truths[near], return_index=True)[1]]] = True
         return right
 

@@ -110,7 +110,7 @@ def _of_class(frame: Objects, label: int, name: str) -> Objects:
 def _found_in_frame(frame: Objects) -> Found:
     closeness = partial(closeness_of, frame["boxes"], frame["gt_boxes"], _TP_DISTANCE)
     labels = frame["gt_labels"]
-    is_crowd = np.zeros(len(labels), dtype=bool)
+    is_crowd = np.zeros_like(labels, dtype=bool)
     return Found(labels, frame["labels"], frame["scores"], closeness, is_crowd)
 
 

@@ -77,7 +77,7 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
     recall = right / max(num_truths, 1)
     f1 = 2 * right / (counts + num_truths)
     record: dict[str, Any] = dict.fromkeys(("best_threshold", "best_f1", "best_precision", "best_recall"))
-    shown = np.unique(np.linspace(0, max(size - 1, 0), _MOST_POINTS).round().astype(int))[:size]
+    shown = np.unique(np.linspace(0, size - 1, _MOST_POINTS).round().astype(int))[:size]
     if f1.max(initial=0) > 0:
         best = int(f1.argmax())
         following = best + 1

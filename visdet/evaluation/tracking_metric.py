@@ -70,7 +70,7 @@ class TrackingMetric(DrivingBoxMetric):
         time = sample["timestamp"]
         self.check_true(sample, instance_id=true_ids, timestamp=time)
         kept = self.best_boxes(prediction, self.score_threshold)
-        no_scores = np.zeros(len(true_ids))
+        no_scores = np.zeros_like(true_ids, dtype=float)
         frame = self.boxes_of(sample, prediction, kept, gt_ids=true_ids, gt_scores=no_scores, ids=ids[kept])
         frame["scene"] = sample["scene_token"]
         frame["time"] = float(time)

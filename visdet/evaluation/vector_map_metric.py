@@ -82,7 +82,7 @@ class VectorMapMetric(DrivingMetric):
         frames = [self._found(frame) for frame in results]
         nearest = Nearest.of(frames)
         labels = np.concatenate([np.zeros(0, int), *(frame.labels for frame in frames)])
-        num_truths = [int((labels == label).sum()) for label in range(len(classes))]
+        num_truths = [np.count_nonzero(labels == label) for label in range(len(classes))]
         thresholds = self.thresholds
         are_near = [-nearest.closeness <= threshold for threshold in thresholds]
         precisions = [nearest.precisions(is_near, num_truths) for is_near in are_near]
@@ -111,7 +111,7 @@ class VectorMapMetric(DrivingMetric):
         true_labels = frame["gt_labels"]
         is_same = labels[:, None] == true_labels
         distances = _distances(lines, truth, max(self.thresholds), is_same)
-        is_crowd = np.zeros(len(truth), dtype=bool)
+        is_crowd = np.zeros_like(true_labels, dtype=bool)
         return Found(true_labels, labels, frame["scores"], (-distances).copy, is_crowd)
 
 

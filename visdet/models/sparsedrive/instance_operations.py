@@ -1,6 +1,6 @@
 """The base class of heads that work on instances, with layers in a configured order and decoupled attention."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -66,8 +66,8 @@ class InstanceOperations(BaseModule):
         A feed-forward block and the normalisation after it are one step, because one kernel sums and normalises.
         Operations without a layer are left out.
         """
-        steps: Iterable[Any] = zip(self.operation_order, self.layers, strict=True)
-        steps = [step for step in steps if step[1] is not None]
+        given = zip(self.operation_order, self.layers, strict=True)
+        steps: list[Any] = [(op, layer) for op, layer in given if layer is not None]
         joins = False
         for (op, layer), (following, norm) in pairwise([*steps, ("", None)]):
             if joins:  # The step before has applied this normalisation.

@@ -153,8 +153,13 @@ class SparseDriveHead(HeadOfTasks):
             heads = self._perception()
             maps_and_metas = (dict.fromkeys(heads, shared) for shared in (feature_maps, metas))
             outputs = side_by_side(heads, *maps_and_metas, state, {"det": denoising, "map": None})
-        after = {name: state for name, (_, state) in outputs.items()}
-        det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
+        found: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        for name, (output, left) in outputs.items():
+            found[name] = output
+            after[name] = left
+        det_output = found.get("det")
+        map_output = found.get("map")
         motion_output = planning_output = None
         if self.with_motion_plan:
             detection = self.det_head
