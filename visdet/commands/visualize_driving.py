@@ -175,15 +175,12 @@ def load_model(
 
 def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
     """Write the pictures [H, W, 3] uint8 of a scene to ``name_NNN.png`` and to ``name.gif``."""
-    from PIL import Image
-
-    from visdet.files.writing import written_whole
+    from visdet.visualization.drawing import write_picture
     from visdet.visualization.driving_views import write_gif
 
     written = []
     for number, picture in enumerate(pictures):
-        with written_whole(f"{name}_{number:03d}.png", reaches_disk=False) as partial:
-            Image.fromarray(picture).save(partial)
+        write_picture(f"{name}_{number:03d}.png", picture)
         written.append(picture)
     write_gif(f"{name}.gif", written)
     print(f"wrote {len(written)} pictures to {name}_*.png and a GIF to {name}.gif")
