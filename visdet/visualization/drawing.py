@@ -128,6 +128,11 @@ def _meets_any(a: tuple[int, int, int, int], others: Iterable[tuple[int, int, in
     return any(left < x2 and x1 < right and top < y2 and y1 < bottom for x1, y1, x2, y2 in others)
 
 
+def dark(height: int, width: int) -> np.ndarray:
+    """Return a picture of the colour of the background, RGB uint8 [H, W, 3]."""
+    return np.full((height, width, 3), _BACKGROUND, np.uint8)
+
+
 def side_by_side(images: Sequence[np.ndarray], captions: Sequence[str] | None = None) -> np.ndarray:
     """Return images of equal height next to each other, with captions above them if they are given."""
     return contact_sheet([images], captions, gap=max(4, len(images[0]) // 64))
@@ -156,7 +161,7 @@ def contact_sheet(
     step_y = cell_h + gap
     width = max(map(len, rows)) * step_x + gap
     height = top + len(rows) * step_y + gap
-    sheet = np.full((height, width, 3), _BACKGROUND, np.uint8)
+    sheet = dark(height, width)
 
     def left_of(column: int, own_width: int) -> int:
         return gap + column * step_x + (cell_w - own_width) // 2

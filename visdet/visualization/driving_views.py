@@ -17,12 +17,11 @@ from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import parts_inside
 from visdet.structures.poses import FIXED_POINT_BITS, box_corners, fixed_point, moved_points, projected
 
-from .drawing import contact_sheet, text_width, write_text
+from .drawing import contact_sheet, dark, text_width, write_text
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
 PLAN_COLOR = (255, 60, 200)
 TRUTH_COLOR = (40, 230, 230)
-_BACKGROUND = (24, 26, 30)
 _EGO_COLOR = (235, 235, 235)
 _EGO_LENGTH = 4.08
 _EGO_WIDTH = 1.73
@@ -192,8 +191,8 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
     names = _PLACES if views.keys() <= set(_PLACES) else tuple(views)
     columns = -(-len(names) // 2)
-    dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
-    placed = [views.get(name, dark) for name in names]
+    absent = dark(1, 1)
+    placed = [views.get(name, absent) for name in names]
     return contact_sheet([placed[:columns], placed[columns:]], gap=0)
 
 
@@ -234,7 +233,7 @@ def _draw_from_above(
     boxes = scene.boxes
     futures = scene.futures
     plan = scene.plan
-    canvas = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
+    canvas = dark(height, width)
     scale = min(width, height) / (2 * reach)
 
     def pixels(points: np.ndarray) -> np.ndarray:
