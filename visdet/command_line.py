@@ -6,7 +6,6 @@ import glob
 import io
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from visdet.errors import MissingPackageError
@@ -154,7 +153,7 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
         names = names + others
         others = []
     first = names.pop(0)
-    if Path(first, "model.json").is_file():
+    if os.path.isfile(os.path.join(first, "model.json")):
         return f"{first} is an exported folder; its README.md says how it is run"
     checkpoint = first
     if not names_checkpoint(first):

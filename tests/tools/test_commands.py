@@ -194,3 +194,5 @@ def test_an_exported_folder_in_the_place_of_a_checkpoint_says_what_runs_it(tmp_p
     (tmp_path / "model.json").touch()
     args = argparse.Namespace(command="infer", config=str(tmp_path), checkpoint="b.jpg", images=[])
     assert "is an exported folder; its README.md says" in sort_names(args, [])
+    args.config = "a" * 300 + ".pth"  # The system refuses to look it up.
+    assert sort_names(args, []) is None
