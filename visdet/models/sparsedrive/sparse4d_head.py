@@ -55,25 +55,6 @@ def _rows(layers: Sequence[Any], rows: slice) -> list[Any]:
     return [None if of_layer is None else of_layer[:, rows] for of_layer in layers]
 
 
-def _denoising_targets(
-    queries: Sequence[DenoisingQueries | None], predicted: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the classes, the boxes and the marks of what counts of the denoising queries.
-
-    If this process has none, they are empty, because another process may have some.
-
-    Args:
-        queries: those before and after the queries of the previous frame have joined.
-        predicted: [B, G·n, D], what a layer predicts for them.
-    """
-    targets = [(one.cls_target, one.reg_target, one.valid_mask) for one in queries if one is not None]
-    if not targets:
-        boxes = predicted.detach()
-        label = boxes[..., 0].long()
-        targets = [(label, boxes, label.bool())] * 2
-    return targets
-
-
 @MODELS.register_module()
 class Sparse4DHead(InstanceOperations, HeadOfTasks):
     """Detects boxes or polylines by decoder layers that refine instances.
@@ -285,13 +266,14 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
                     memory = memory._replace(embed=embed_of_attention[:, : bank.num_temp_instances])
 
         N = bank.num_anchor
-        output = self._outputs(predicted, (denoising, joined))
+        of_frame = () if denoising is None else (denoising, joined)
+        output = self._outputs(predicted, of_frame)
         found = feature[:, :N]
         classes = cls[:, :N]
         output["instance_feature"] = found
         output["anchor_embed"] = embed[:, :N]
         queries = None
-        if denoising is not None:
+        if of_frame:
             queries = self.sampler.cache_dn(feature[:, N:], anchor[:, N:], joined)
         bank_state = bank.cache(bank_state, found, anchor[:, :N], classes)
         if self.with_instance_id:
@@ -302,9 +284,9 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
     def _outputs(
         self,
         layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-        queries: Sequence[DenoisingQueries | None],
+        queries: Sequence[DenoisingQueries],
     ) -> dict[str, Any]:
-        """Return what all layers predict for the instances and, if they are learned from, for the denoising queries.
+        """Return what all layers predict for the instances and, if there are some, for the denoising queries.
 
         Args:
             layers: classes [B, N + G·n, C], anchors [B, N + G·n, D] and quality of each layer.
@@ -318,12 +300,11 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
             "prediction": _rows(anchors, instances),
             "quality": _rows(quality, instances),
         }
-        if self._denoises:
+        if queries:
             behind = slice(N, None)
-            predicted = _rows(anchors, behind)
             output["dn_classification"] = _rows(classes, behind)
-            output["dn_prediction"] = predicted
-            output["dn_targets"] = _denoising_targets(queries, predicted[-1])
+            output["dn_prediction"] = _rows(anchors, behind)
+            output["dn_targets"] = [(one.cls_target, one.reg_target, one.valid_mask) for one in queries]
         return output
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory | None:
@@ -408,7 +389,20 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         return {self.task_prefix: self.criterion}
 
     def outputs_by_task(self, model_outs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the outputs of the only task."""
+        """Return the outputs of the only task, in training with denoising queries.
+
+        If this process has none, they are empty, because another process may have some.
+        """
+        if self._denoises and "dn_targets" not in model_outs:
+            none = slice(0)
+            predicted = _rows(model_outs["prediction"], none)
+            boxes = predicted[-1].detach()
+            label = boxes[..., 0].long()
+            model_outs = model_outs | {
+                "dn_classification": _rows(model_outs["classification"], none),
+                "dn_prediction": predicted,
+                "dn_targets": [(label, boxes, label.bool())] * 2,
+            }
         return {self.task_prefix: model_outs}
 
     def select(self, model_outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:

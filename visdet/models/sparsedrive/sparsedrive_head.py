@@ -109,7 +109,10 @@ class SparseDriveHead(HeadOfTasks):
         """Return the outputs of detection and map."""
         present = filter(None, model_outs)  # Detection and map come first.
         heads = self._perception().values()
-        return {head.task_prefix: outs for head, outs in zip(heads, present, strict=False)}
+        by_task: dict[str, Any] = {}
+        for head, outs in zip(heads, present, strict=False):
+            by_task |= head.outputs_by_task(outs)
+        return by_task
 
     def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
         """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
