@@ -40,7 +40,7 @@ class FollowsModel(ImgDataPreprocessor):
             return images
         if images.shape[-3] != len(self.mean) > 1:
             raise InvalidInputError(f"inputs must have 3 channels, as mean has, got {tuple(images.shape)}")
-        return (images - self.mean) / self.std
+        return (images - self.mean).div_(self.std)
 
 
 @MODELS.register_module()

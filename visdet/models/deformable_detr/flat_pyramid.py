@@ -81,7 +81,7 @@ def flatten_pyramid(
     valid = pixels.level_shapes.unsqueeze(0)
     padding_mask = None
     if image_sizes is None:
-        last = counted_last = valid[:, pixels.level]  # [1, S, 2]
+        last = valid[:, pixels.level]  # [1, S, 2]
         counted = numbers.unsqueeze(0)
     else:
         # The sizes [B, L, 2] (height, width) are those of the images' masks after nearest-neighbour downsampling.
@@ -92,16 +92,15 @@ def flatten_pyramid(
         is_valid = pixels.rows_columns < last
         padding_mask = ~is_valid.all(-1)
         # Rows are counted over the valid pixels of a column, and columns over those of a row, so that columns and rows
-        # of padding count 0, and the last of them is 0.
+        # of padding count 0.
         counted = torch.minimum(numbers, last) * is_valid.flip(-1)
-        counted_last = torch.where(counted == 0, 0, last)
     embedding = torch.cat(
         [
             row.expand(height * width, -1)
             for row, (height, width) in zip(level_embed, level_sizes, strict=True)
         ]
     )
-    encoded = positional_encoding.encode(counted, counted_last)
+    encoded = _encoded(positional_encoding, counted, valid, pixels)
     features = torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in feature_maps], dim=1)
     positions = encoded.to(features.dtype) + embedding
     give_rows(positions, level_embed, pixels.level)
@@ -116,6 +115,25 @@ def flatten_pyramid(
         valid_ratios=(valid / pixels.level_shapes).flip(-1),
         is_as_if_unpadded=alone is not None,
     )
+
+
+def _encoded(encoding: SinePositionalEncoding, counted: Tensor, sizes: Tensor, pixels: "_Pixels") -> Tensor:
+    """Return the encoding of pixels [B, S, C] in float32, read from tables of the rows and the columns of each level.
+
+    Args:
+        encoding: the encoding. counted: [B, S, 2] int64, the row and the column of each pixel, counted from 1.
+        sizes: [B, L, 2] int64, the last row and column that are counted on each level.
+    """
+    batch, levels, _ = sizes.shape
+    count = 1 + pixels.sources.shape[-1]
+    steps = torch.arange(count, device=sizes.device).unsqueeze(-1)  # 0 is padding
+    last = torch.where(steps == 0, 0, sizes.unsqueeze(2))  # [B, L, steps, 2]
+    table = encoding.encode(steps.expand_as(last), last).unflatten(-1, (2, -1))
+    image = torch.arange(batch, device=sizes.device).view(-1, 1, 1)
+    axis = torch.arange(2, device=sizes.device)
+    level = image * levels + pixels.level.unsqueeze(-1)  # [B, S, 1], among those of all images
+    index = (level * count + counted) * 2 + axis
+    return F.embedding(index, table.flatten(0, 3)).flatten(-2)
 
 
 class _Pixels(NamedTuple):
