@@ -22,7 +22,7 @@ def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor | N
     """
     if classes is None:
         return None
-    classes = torch.as_tensor(as_tensor(classes))
+    classes = as_tensor(classes) if hasattr(classes, "shape") else torch.as_tensor(classes)
     check_tensor(op, name, classes)
     check_numbers(op, name, classes, "mask")
     if classes.is_meta:
