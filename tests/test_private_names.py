@@ -98,6 +98,7 @@ REASONS = {
     "_rand_another": "Another image is drawn by torch's generator.",
     "_save_best_checkpoint": "The old best file goes after the new one is written.",
     "_save_checkpoint_with_step": "Old files go after the new one is written.",
+    "_serialize_data": "See _get_unserialized_subset.",
     # Python and other packages
     "_C": "The extension of groundingdino has this name, which users import.",
     "_fields": "Python documents it for named tuples.",

@@ -344,7 +344,7 @@ def test_bad_boxes_are_clipped_or_dropped_with_one_warning(tmp_path, warnings_lo
         assert reason in message
 
 
-def test_filtering(tmp_path):
+def test_filtering(tmp_path, monkeypatch):
     annotations = [annotation(1, 1, BOX), annotation(2, 2, [1, 1, 9, 9], iscrowd=1)]
     write_coco(tmp_path, annotations, sizes=((40, 30), (40, 30), (40, 30), (40, 15)))
 
@@ -357,6 +357,11 @@ def test_filtering(tmp_path):
     assert ids(filter_cfg=dict(filter_empty_gt=False, min_size=16)) == [1, 2, 3]
     assert ids(filter_cfg=dict(filter_empty_gt=True, min_size=16), test_mode=True) == [1, 2, 3, 4]
     assert ids(filter_cfg=dict(min_size=16), indices=[2, 0]) == [3, 1]
+    monkeypatch.setattr(
+        CocoDataset, "filter_data", lambda dataset: dataset.data_list[4:]
+    )  # as a subclass may
+    with pytest.raises(ValueError, match="no image is left of the 4"):
+        ids()
 
 
 @pytest.mark.parametrize("serialize_data", [True, False])

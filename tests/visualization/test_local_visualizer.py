@@ -123,7 +123,7 @@ def test_crowds_are_grey_and_names_optional():
     picture = visualizer(min_side=1).draw_sample(GREY, data_sample, draw_pred=False)[0]
     assert extent(picture, (150, 150, 150))[2:] == [79, 58]
     bare = DetLocalVisualizer(min_side=1)
-    picture = bare.draw_sample(GREY, sample([(1, [10, 20, 50, 45])]), draw_pred=False)[0]
+    picture = bare.draw_sample(GREY[..., 0], sample([(1, [10, 20, 50, 45])]), draw_pred=False)[0]
     assert extent(picture, class_palette(2)[1])[2:] == [50, 45]
 
 

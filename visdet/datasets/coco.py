@@ -108,9 +108,7 @@ class CocoDataset(BaseDataset):
 
     METAINFO = {"classes": COCO_CLASSES}
 
-    # Attributes of BaseDataset.
-    data_list: list[dict]
-    _indices: int | Sequence[int] | None
+    _fully_initialized: bool  # an attribute of mmengine's BaseDataset
 
     @also_takes(seg_map_suffix=..., proposal_file=None, caption_prompt=None, file_client_args=None)
     def __init__(
@@ -165,6 +163,28 @@ class CocoDataset(BaseDataset):
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # The default palette belongs to the default classes.
         return checked_classes(loaded, f"{cls.__name__}: metainfo")
+
+    def full_init(self) -> None:
+        """Load and filter the records, select ``indices``, check that the image files exist, and serialize.
+
+        mmengine's does not check what ``filter_data`` of a subclass has left.
+        """
+        if self._fully_initialized:
+            return
+        self.data_list = self.load_data_list()
+        num_in_file = len(self.data_list)
+        self.data_list = self.filter_data()
+        if self._indices is not None:
+            self.data_list = self._get_unserialized_subset(self._indices)
+        if not self.data_list:
+            raise InvalidInputError(
+                f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
+                f"(filter_cfg={self.filter_cfg}, indices={self._indices})"
+            )
+        self._check_image_files()
+        if self.serialize_data:
+            self.data_bytes, self.data_address = self._serialize_data()
+        self._fully_initialized = True
 
     def load_data_list(self) -> list[dict]:
         """Return one record per image in the order of the file, after all boxes have been checked."""
@@ -292,26 +312,15 @@ class CocoDataset(BaseDataset):
         self._warn(message)
 
     def filter_data(self) -> list[dict]:
-        """Return the records that ``filter_cfg`` and ``indices`` keep, whose image files must exist."""
-        num_in_file = len(self.data_list)
-        if not self.test_mode:
-            self.data_list = [
-                record
-                for record in self.data_list
-                if min(record["width"], record["height"]) >= self._least_side
-                and (not self._needs_box or _has_box(record))
-            ]
-        indices = self._indices
-        if indices is not None:
-            self.data_list = self._get_unserialized_subset(indices)
-            self._indices = None  # BaseDataset would choose among them once more.
-        if not self.data_list:
-            raise InvalidInputError(
-                f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
-                f"(filter_cfg={self.filter_cfg}, {indices=})"
-            )
-        self._check_image_files()
-        return self.data_list
+        """Return the records that ``filter_cfg`` keeps."""
+        if self.test_mode:
+            return self.data_list
+        return [
+            record
+            for record in self.data_list
+            if min(record["width"], record["height"]) >= self._least_side
+            and (not self._needs_box or _has_box(record))
+        ]
 
     def _check_image_files(self) -> None:
         """Raise an error if image files are missing. Folders are listed, because looking up each file is slow."""
