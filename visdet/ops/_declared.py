@@ -190,6 +190,8 @@ def _check_number(
     if not isinstance(given, _PLAIN) and hasattr(given, "tolist") and not getattr(given, "is_meta", False):
         numbers = given.tolist()
     are_several = isinstance(numbers, (list, tuple))
+    if are_several:
+        numbers = list(map(_of_python, numbers))
     types, most_digits = (_INTEGER, 31) if kind == "integer" else (_REAL, 63)
     several = numbers if are_several else (numbers,)
     has_types = all(isinstance(number, types) and not isinstance(number, bool) for number in several)
@@ -218,6 +220,11 @@ def _check_number(
         if expected:
             raise ValueError(f"{op}: {name} must be {expected}, got {given!r}")
     return numbers
+
+
+def _of_python(number: Any) -> Any:
+    """Return a number of NumPy's as one of Python's, and anything else as it is."""
+    return number.tolist() if isinstance(number, Real) and hasattr(number, "tolist") else number
 
 
 def _check_choice(
