@@ -56,7 +56,7 @@ def draw_boxes(
         colours: N RGB colours.
         line_width: the width of lines in pixels. By default it grows with the image.
     """
-    canvas = Image.fromarray(image)
+    canvas = Image.fromarray(image).convert("RGB")
     draw = ImageDraw.Draw(canvas)
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))

@@ -1,7 +1,7 @@
 """The visualizer of detection samples."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ class DetLocalVisualizer(SampleVisualizer):
         min_side: int = 480,
     ) -> None:
         super().__init__(name=name, image=image, vis_backends=vis_backends, save_dir=save_dir)
-        self.dataset_meta: dict[str, Any] = {}
         self.line_width = line_width
         self.min_side = min_side
 
@@ -101,7 +100,7 @@ class DetLocalVisualizer(SampleVisualizer):
 
     def _names(self, labels: torch.Tensor) -> Sequence[str]:
         """Return the names of the classes, which are numbers if the data set has none."""
-        return self.dataset_meta.get("classes") or list(map(str, range(int(labels.max()) + 1)))
+        return (self.dataset_meta or {}).get("classes") or list(map(str, range(int(labels.max()) + 1)))
 
     def _draw(
         self, canvas: np.ndarray, instances: InstanceData, scale: np.ndarray, colour: tuple | None = None
@@ -111,7 +110,7 @@ class DetLocalVisualizer(SampleVisualizer):
         of_boxes = instances.labels
         labels = of_boxes.tolist()
         classes = self._names(of_boxes)
-        palette = self.dataset_meta.get("palette") or class_palette(len(classes))
+        palette = (self.dataset_meta or {}).get("palette") or class_palette(len(classes))
         texts = [classes[label] for label in labels]
         if "scores" in instances:
             texts = [
