@@ -171,7 +171,8 @@ def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> boo
     if not x.is_cuda or x.dtype != weight.dtype or is_traced():
         return False
     cudnn = torch.backends.cudnn
-    if not (cudnn.enabled and cudnn.is_available()):
+    # ROCm has none of these kernels, although torch says there that cuDNN is available.
+    if torch.version.cuda is None or not (cudnn.enabled and cudnn.is_available()):
         return False
     if residual is None:
         return x.dtype in (torch.float32, *HALF_TYPES)
