@@ -228,7 +228,8 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or a function, including those that it passes on to its base classes."""
     found: dict[str, inspect.Parameter] = {}
     bases = target.__mro__[:-1] if inspect.isclass(target) else ()
-    for function in [base.__init__ for base in bases] or [target]:  # type: ignore[misc]
+    constructors = [base.__init__ for base in bases if base.__init__ is not object.__init__]  # type: ignore[misc]
+    for function in constructors or [target]:
         parameters = _signature(function).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
