@@ -1,17 +1,16 @@
 """Weights meet the classes of a run by name, whatever the order in which the checkpoint lists them."""
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from visdet.errors import listed
 
 from ..errors import CheckpointError
+from ..process.console import warn
 from .held_config import meta_of
 
 ClassLists = dict[str, tuple[str, ...]]
@@ -119,11 +118,6 @@ def _rows_by_name(value: Tensor, known: Sequence[str], names: Sequence[str], own
         if name in known:
             result[row] = value[known.index(name)]
     return result
-
-
-def warn(message: str) -> None:
-    """Write a warning to the log of the run."""
-    print_log(message, logger="current", level=logging.WARNING)
 
 
 def category_ids_of(dataset: Any) -> list[Any] | None:

@@ -17,7 +17,7 @@ from ..config.build_errors import build_model
 from ..config.files import read_config
 from ..config.packaged import packaged_configs
 from ..errors import CheckpointError
-from .class_names import warn
+from ..process.console import warn
 from .published import converted, revised
 
 MODULE_PREFIX = ((r"^module\.", ""),)  # what a wrapper of a model puts before the names of its weights

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from mmengine.logging import print_log
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.markup import escape
@@ -36,6 +37,11 @@ def say(text: str, style: str | None = None) -> None:
     if is_main_process():
         # The style belongs to a Text, because a style given to print() would also colour the bar below.
         console.print(Text(text, style=style or ""), soft_wrap=True)
+
+
+def warn(message: str) -> None:
+    """Write a warning to the log of the run."""
+    print_log(message, logger="current", level=logging.WARNING)
 
 
 def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
