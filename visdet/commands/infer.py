@@ -125,9 +125,16 @@ def _detect(
         thresholds = [score_thr]
         origin = "--score-thr"
     say(told_thresholds(names, thresholds, origin))
-    others["shown"] = _with_progress
     found, failures = detect_files(
-        detector, files, out_dir, score_thr, draws=draws, overlap=overlap, nms=nms, **others
+        detector,
+        files,
+        out_dir,
+        score_thr,
+        draws=draws,
+        shown=_with_progress,
+        overlap=overlap,
+        nms=nms,
+        **others,
     )
     pictures = f" and {out_dir}/pictures" if draws else ""
     say(f"wrote {_counts(found)} to {out_dir}/predictions.json{pictures}")
@@ -136,9 +143,8 @@ def _detect(
         left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")
     for remark in left_out:
         say(remark)
-    terminal = sys.stderr
     for failure in failures:
-        print(f"error: {failure}", file=terminal)
+        print(f"error: {failure}", file=sys.stderr)
     if failures:
-        print(f"{len(failures)} of {len(files)} files could not be read", file=terminal)
+        print(f"{len(failures)} of {len(files)} files could not be read", file=sys.stderr)
         sys.exit(1)

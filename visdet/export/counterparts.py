@@ -74,9 +74,9 @@ def nearness(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     relative = float(
         distance(ours, theirs, np.abs(ours) + _typical(ours[_places(len(ours))])).max(initial=0.0)
     )
-    is_exact = not ours.dtype.kind == theirs.dtype.kind == "f"
+    are_floats = ours.dtype.kind == theirs.dtype.kind == "f"
     largest = float(distance(ours, theirs, 1.0).max(initial=0.0))
-    return np.inf if is_exact and relative > 0 else relative, largest
+    return np.inf if relative > 0 and not are_floats else relative, largest
 
 
 def _places(size: int) -> np.ndarray:
