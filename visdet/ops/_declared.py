@@ -224,7 +224,8 @@ def _check_number(
 
 def _of_python(number: Any) -> Any:
     """Return a number of NumPy's as one of Python's, and anything else as it is."""
-    return number.tolist() if isinstance(number, Real) and hasattr(number, "tolist") else number
+    is_of_numpy = isinstance(number, Real) and not isinstance(number, _PLAIN) and hasattr(number, "tolist")
+    return number.tolist() if is_of_numpy else number
 
 
 def _check_choice(
