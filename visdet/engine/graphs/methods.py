@@ -99,6 +99,7 @@ class GraphedMethod(ABC):
         self._graphs: dict[Any, Any] = {}
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
         self._has_failed = False
+        self._has_met_shape = False  # whether the batch of a new shape has run eagerly since the last replay
         self._memory: GraphMemory | None = None
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers())
@@ -146,11 +147,16 @@ class GraphedMethod(ABC):
         counts = self.counts
         if key in graphs:
             counts["replayed"] += 1
+            if self._has_met_shape and self.learns:
+                # What the eager step reserved is not needed again, and may be as much as the graphs hold.
+                torch.cuda.empty_cache()
+                self._has_met_shape = False
             return graphs[key](batch, *begun)
         if self._has_failed:
             reason = "after a failed capture"
         elif key not in self._examples:
             reason = "of a new shape"
+            self._has_met_shape = True
         elif not self._has_room(key):
             reason = "of more shapes than are kept"
         elif self._capture(key, batch):
@@ -177,6 +183,7 @@ class GraphedMethod(ABC):
     def _capture(self, key: Hashable, batch: Any) -> bool:
         """Return whether the graphs for a batch could be captured. Otherwise, all that was computed is freed."""
         self._memory = self._memory or GraphMemory()
+        torch.cuda.empty_cache()  # Its trial reserves memory on another stream.
         try:
             step = self._new_step(batch, self._examples[key], self._memory)
         except RuntimeError as error:  # The memory does not suffice.

@@ -33,6 +33,8 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None) ->
         and dtype in _HALVES
         and input.dtype in (torch.float32, dtype)
         and all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias))
+        and weight.shape[1:] == input.shape[-1:]
+        and bias.shape == weight.shape[:1]
     )
 
 
