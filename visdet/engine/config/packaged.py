@@ -43,7 +43,7 @@ def find_config(name: str) -> str | None:
     given = os.path.expanduser(name)
     paths = [] if inside != name else [Path(given), Path(f"{given}.py")]
     paths += [CONFIGS / inside, CONFIGS / f"{inside}.py"]
-    return next((str(path) for path in paths if path.is_file()), None)
+    return next((str(path) for path in paths if os.path.isfile(path)), None)
 
 
 def existing_config(name: str) -> str:
