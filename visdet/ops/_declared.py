@@ -63,7 +63,8 @@ def declared(
             given = dict(zip(names, args, strict=False)) | options
             sizes: dict[str, Any] = {"": 1}  # by letter; a number is a factor of 1
             first: tuple[str, Any] | None = None
-            device, are_arrays = "meta", False
+            device = "meta"
+            are_arrays = False
             try:
                 if len(given) < len(args) + len(options):
                     return function(*args, **options)  # Python says which argument is one too many.
@@ -75,7 +76,8 @@ def declared(
                     if not isinstance(taken, Tensor):
                         continue
                     if first is None:
-                        first, device = (argument, taken), taken.device.type
+                        first = argument, taken
+                        device = taken.device.type
                         are_arrays = taken is not value
                     elif taken is value:
                         check_device(op, argument, taken, *first)

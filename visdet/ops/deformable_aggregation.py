@@ -153,11 +153,10 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         are_maps = len(maps) > 0 and maps[0].dim() == 5
         check_that(are_maps, op, "each level", "be [B, V, C, H, W]", first_map)
         B, V, C = maps[0].shape[:3]
-        L, (first_B, _, first_C) = len(groups[0]), groups[0][0].shape[:3]
-        fits, given = (
-            len(maps) == L and first_B == B and first_C == C,
-            f"{len(maps)} like {list(maps[0].shape)}",
-        )
+        L = len(groups[0])
+        first_B, _, first_C = groups[0][0].shape[:3]
+        fits = len(maps) == L and first_B == B and first_C == C
+        given = f"{len(maps)} like {list(maps[0].shape)}"
         expected = "have {} levels [{}, V, {}, H, W] as the first group has"
         check_that(fits, op, "each group", expected, given, L, first_B, first_C)
         # Maps that have their channels last in memory are read and written in the order in which they lie there.

@@ -170,8 +170,9 @@ def _function_of(operator: str | Callable[..., Any]) -> tuple[Callable[..., Any]
     from .. import ops
 
     function: Any = getattr(ops, operator, None)
-    fits, expected = inspect.isfunction(function), "be a function of visdet.ops or its name"
-    check_that(fits and operator in ops.__all__, "explain", "operator", expected, repr(operator))
+    fits = inspect.isfunction(function) and operator in ops.__all__
+    expected = "be a function of visdet.ops or its name"
+    check_that(fits, "explain", "operator", expected, repr(operator))
     return function, operator
 
 

@@ -49,9 +49,12 @@ def masked_conv2d(
     """
     B, _, H, W = features.shape
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
-    padded_height, padded_width = H + 2 * pad_h, W + 2 * pad_w
-    height, width = padded_height - KH + 1, padded_width - KW + 1
-    fits, given = min(KH, KW) >= 1 and min(height, width) >= 0, f"{KH} x {KW}"
+    padded_height = H + 2 * pad_h
+    padded_width = W + 2 * pad_w
+    height = padded_height - KH + 1
+    width = padded_width - KW + 1
+    fits = min(KH, KW) >= 1 and min(height, width) >= 0
+    given = f"{KH} x {KW}"
     expected = "have a kernel within the padded map of {} x {}"
     check_that(fits, "masked_conv2d", "weight", expected, given, padded_height, padded_width)
     kernel = widened(weight, features).permute(0, 2, 3, 1).flatten(1)

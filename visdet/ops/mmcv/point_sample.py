@@ -47,7 +47,8 @@ def _grid_sample(
 ) -> Tensor:
     """Return ``grid_sample`` after making all coordinates finite. At others, torch's CPU kernel reads stray memory."""
     if im.dim() == 4 and 0 in im.shape[2:]:
-        may_be_empty, expected = padding_mode == "zeros", "have pixels where padding_mode is {!r}"
+        may_be_empty = padding_mode == "zeros"
+        expected = "have pixels where padding_mode is {!r}"
         check_that(may_be_empty, op, "input", expected, im, padding_mode)
         im = F.pad(im, (0, 1, 0, 1))  # torch refuses maps without pixels
     dtype, is_widened = im.dtype, _needs_float32(im)

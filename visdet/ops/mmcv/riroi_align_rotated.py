@@ -56,9 +56,10 @@ def riroi_align_rotated(
     Source: ReDet, arXiv 2103.07733; the signature is mmcv's, whose counting of orientations leaves the map for angles
     below -2 pi.
     """
-    C, G = features.shape[1], num_orientations
-    expected, given = "divide the channels of features", f"{G} for {C}"
-    check_that(C % G == 0, "riroi_align_rotated", "num_orientations", expected, given)
+    C = features.shape[1]
+    G = num_orientations
+    expected = "divide the channels of features"
+    check_that(C % G == 0, "riroi_align_rotated", "num_orientations", expected, f"{G} for {C}")
     pooled = roi_align_rotated(features, rois, out_size, spatial_scale, num_samples, False, clockwise)
     turn = constant(rois[:, 5], features) * (G / (2 * math.pi))
     turn = turn.nan_to_num(0, 0, 0)  # Such a region is 0.

@@ -214,7 +214,8 @@ def indice_conv_gradients(
     weights = _weights(features, filters, indice_pairs)
     fits = grad_output.shape[1] == weights.shape[2]
     check_that(fits, "indice_conv", "grad_output", "be [M, O]", grad_output)
-    dtype, operands = computation_dtype(features), weights.dtype
+    dtype = computation_dtype(features)
+    operands = weights.dtype
     grad_features = features.new_zeros(features.shape, dtype=dtype)
     grad_weights = weights.new_zeros(filters.flatten(0, -3).shape)
     for k, source, target in _of_each_tap(
