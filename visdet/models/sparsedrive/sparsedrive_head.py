@@ -107,11 +107,10 @@ class SparseDriveHead(HeadOfTasks):
 
     def outputs_by_task(self, model_outs: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
         """Return the outputs of detection and map."""
-        present = filter(None, model_outs)  # Detection and map come first.
-        heads = self._perception().values()
+        outs = dict(zip(("det", "map"), model_outs, strict=False))
         by_task: dict[str, Any] = {}
-        for head, outs in zip(heads, present, strict=False):
-            by_task |= head.outputs_by_task(outs)
+        for name, head in self._perception().items():
+            by_task |= head.outputs_by_task(outs[name])
         return by_task
 
     def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
@@ -127,7 +126,8 @@ class SparseDriveHead(HeadOfTasks):
         }
         # Motion and planning remember instances of detection, and nothing if that starts anew.
         if self.with_motion_plan:
-            entered["motion_plan"] = state and entered["det"].bank.step and state["motion_plan"]
+            detection_continues = entered["det"].bank.step is not None
+            entered["motion_plan"] = state["motion_plan"] if state and detection_continues else None
         return entered
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
