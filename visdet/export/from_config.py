@@ -100,8 +100,8 @@ def export_config(
         return export(
             runner.model.to(device),
             out,
-            format,
-            precision,
+            format=format,
+            precision=precision,
             shape=shape,
             batch=batch,
             preprocessing={
