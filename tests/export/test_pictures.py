@@ -162,7 +162,7 @@ def test_without_a_largest_size_the_steps_stay_before_the_graph(trained, tmp_pat
     pipeline = cfg.test_dataloader.dataset.pipeline
     cfg.test_dataloader.dataset.pipeline = [step for step in pipeline if step["type"] != "Resize"]
     monkeypatch.setattr(from_config, "export", lambda model, out, **arguments: arguments)
-    assert "steps" not in export_config(cfg, checkpoint, tmp_path)
+    assert export_config(cfg, checkpoint, tmp_path)["steps"] is None
     assert "with --shape H W it takes pictures" in stdout()
     assert export_config(cfg, checkpoint, tmp_path, shape=(64, 64))["steps"].resize is None
     assert export_config(*trained, tmp_path)["steps"].limits_sizes()
