@@ -17,7 +17,8 @@ from visdet.structures.coco_json import load_coco_json
 VOC = """<annotation><filename>{name}</filename><size><width>100</width><height>80</height></size>
 <object><name>bolt</name><bndbox><xmin>10</xmin><ymin>20</ymin><xmax>40</xmax><ymax>60</ymax></bndbox></object>
 <object><name>nut</name><difficult>1</difficult><bndbox><xmin>0</xmin><ymin>0</ymin><xmax>9</xmax><ymax>9</ymax>
-</bndbox></object><object><name>nut</name></object></annotation>"""
+</bndbox></object><object><name>nut</name></object><object><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>3</xmax>
+<ymax>4</ymax></bndbox></object></annotation>"""
 TABLE = "{image},xmin,ymin,xmax,ymax,{label}\na.png,10,20,40,60,bolt\na.png,0,0,9,9,nut\nb.png,,,,,\n"
 TABLE += "a.png,1,2,x,4,nut\ngone.png,1,2,3,4,nut\n"
 
@@ -103,7 +104,7 @@ def coco(root):
         (yolo, (2, 2), ["line 3 of", "no box of a class", "gone.txt is of no image"]),
         (lambda root: yolo(root, "{1: nut, 0: bolt}"), (2, 2), ["line 3 of"]),
         (pose, (2, 2), ["gone.txt is of no image"]),
-        (voc, (1, 1), ["an object nut has no bndbox", "gone.png is missing"]),
+        (voc, (1, 1), ["an object nut has no class or no bndbox", "gone.png is missing"]),
         (lambda root: voc(root, "", "100.0"), (1, 1), []),
         (roboflow_csv, (2, 2), ["line 5 of", "gone.png is missing"]),
         (one_csv, (1, 1), ["line 5 of", "gone.png is missing"]),
@@ -188,12 +189,13 @@ def label_studio(root):
         region("bolt", 30, 20, 40, 20, 30),
         region("nut", 5, 5, 10, 4, 0),
         region("x", 1, 1, 9, 9, 0, "ellipselabels"),
+        region("x", None, 1, 9, 9, 0),
     ]
     data = dict(ref="none", image="/data/upload/3/1a2b3c4d-a.png")
     annotations = [dict(was_cancelled=True, result=[]), dict(was_cancelled=False, result=regions)]
     tasks = [
         dict(id=1, data=data, annotations=annotations),
-        dict(id=2, data=dict(text="none"), annotations=[]),
+        dict(id=2, data="none", annotations=[]),
     ]
     write(root / "export.json", json.dumps(tasks))  # fmt: skip
 
@@ -205,7 +207,7 @@ def label_studio(root):
         (roboflow_dota, ["line 5 of"]),
         (yolo_obb, []),
         (roboflow_coco, []),
-        (label_studio, ["ellipselabels", "task 1 of"]),
+        (label_studio, ["ellipselabels", "NoneType", "task 1 of"]),
     ],
 )
 def test_turned_boxes_keep_their_corners(tmp_path, make, left_out):

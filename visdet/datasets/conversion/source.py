@@ -85,7 +85,7 @@ def counted(kind: Counter[str], what: object) -> Iterator[None]:
     """Count what the block cannot read as one of a kind of :class:`LeftOut`, and go on."""
     try:
         yield
-    except (ValueError, KeyError, ElementTree.ParseError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ElementTree.ParseError) as error:
         kind[f"{what}: {error}"] += 1
 
 
@@ -243,6 +243,8 @@ def checked_box(label: str, points: Iterable[float | str], **others: Any) -> Box
     Args:
         label: the class. points: numbers or texts. others: other entries of the annotation.
     """
+    if not label:
+        raise ValueError("it names no class")
     numbers = list(map(float, points))
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"the box has numbers that are not finite: {listed(numbers)}")

@@ -31,7 +31,7 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
     picture = Picture(path, split, (width, height))
     for item in tree.iter("object"):
         label = item.findtext("name", "")
-        what = f"{file}: an object {label} has no bndbox of four numbers"
+        what = f"{file}: an object {label} has no class or no bndbox of four numbers"
         with counted(source.left_out.boxes, what):
             corners = [item.findtext(f"bndbox/{side}", "nothing") for side in _SIDES]
             others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
