@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visdet.checks.arguments import AtLeast0, Count, Positive, checked
 from visdet.command_line import add_options
 
 if TYPE_CHECKING:
@@ -83,15 +84,16 @@ def run(infos: str, out_dir: str, seed: int, **others: Any) -> None:
         print(f"wrote anchors {list(anchors.shape)} from {len(frames)} frames to {path}")
 
 
+@checked
 def frames_of_file(
     path: Path,
     out_dir: str,
-    det: int,
-    map: int,
-    motion: int,
-    plan: int,
-    points: int,
-    max_distance: float,
+    det: Count,
+    map: Count,
+    motion: Count,
+    plan: Count,
+    points: Positive,
+    max_distance: AtLeast0,
     classes: Sequence[str] | None,
 ) -> tuple:
     """Return the info file, its frames, the arguments of :func:`makers`, and each kind, number and file of anchors."""

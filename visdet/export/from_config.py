@@ -24,6 +24,7 @@ from visdet.engine.inference.image_files import find_images, is_video
 from visdet.engine.prepare import build_runner
 from visdet.engine.process.console import say
 from visdet.engine.process.default_device import cpu_by_default
+from visdet.engine.process.places import check_work_dir
 from visdet.errors import MissingFileError
 
 from .check import Differences, Run, arrays
@@ -97,6 +98,7 @@ def export_config(
         def calibration(family: Family) -> Iterator[Tensors]:
             return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
 
+        check_work_dir(out, "--out")
         return export(
             runner.model.to(device),
             out,

@@ -212,7 +212,8 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     files = sorted(other.name for other in folder.glob("[!.]*") if other.suffix in SUFFIXES)
     wrong = "is a folder; give one of its files" if is_folder else "does not exist"
     near = nearest_names(file.name, [*files, *PUBLISHED])
-    known = f"did you mean {' or '.join(near)}?" if near else listed(files, 8) or "its folder has none"
+    there = ("" if is_folder else "its folder has ") + (listed(files, 8) or "none")
+    known = f"did you mean {' or '.join(near)}?" if near else there
     raise MissingCheckpointError(f"checkpoint {path} {wrong}: {known}")
 
 
