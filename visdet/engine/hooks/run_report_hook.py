@@ -17,6 +17,7 @@ from visdet.structures.tables import table_text
 
 from ..checkpoints.checkpoint import BEST
 from ..checkpoints.score_thresholds import write_curves
+from ..inference.detector_config import takes_images
 from ..optim.wrappers import unwrapped
 from ..process.console import is_main_process, say
 from ..process.places import short_path
@@ -97,7 +98,7 @@ class RunReportHook(Hook):
         say("look at it:")
         folder = shlex.quote(short_path(work_dir))
         say(f"  tensorboard --logdir {folder}")
-        if Path(work_dir, BEST).exists():
+        if Path(work_dir, BEST).exists() and takes_images(runner.cfg):
             say(f"  visdet infer {folder}/{BEST} IMAGE|VIDEO|FOLDER ...")
         say(f"  visdet curves {folder}")
 
