@@ -82,7 +82,7 @@ class VectorMapMetric(DrivingMetric):
         frames = [self._found(frame) for frame in results]
         nearest = Nearest.of(frames)
         labels = np.concatenate([np.zeros(0, int), *(frame.labels for frame in frames)])
-        num_truths = [np.count_nonzero(labels == label) for label in range(len(classes))]
+        num_truths = [int(np.count_nonzero(labels == label)) for label in range(len(classes))]
         thresholds = self.thresholds
         are_near = [-nearest.closeness <= threshold for threshold in thresholds]
         precisions = [nearest.precisions(is_near, num_truths) for is_near in are_near]
