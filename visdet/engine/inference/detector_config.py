@@ -22,7 +22,8 @@ from ..process.console import say
 def model_class(cfg: Config) -> Any:
     if not cfg.get("model"):
         raise ConfigError(f"config {cfg.filename or ''} lacks model")
-    return MODELS.get(cfg.model.get("type"))
+    model = cfg.model
+    return type(model) if isinstance(model, nn.Module) else MODELS.get(model.get("type"))
 
 
 def takes_images(cfg: Config) -> bool:
