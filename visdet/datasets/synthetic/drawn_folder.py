@@ -155,11 +155,13 @@ def draw_each(draw: Callable, tasks: Sequence[tuple], num_workers: int | None) -
 
 def _be_a_quiet_worker() -> None:
     """Let the parent alone report Ctrl-C, which all processes get, and end this process with its parent."""
+    # The process ends with its parent, even if that is killed, and at once if that was killed before this line.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:
+        os._exit(1)
     import cv2
 
     cv2.setNumThreads(0)  # The threads of the parent do not exist in a process that is forked.
-    # The process ends with its parent, even if that is killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
