@@ -149,15 +149,15 @@ def draw_each(draw: Callable, tasks: Sequence[tuple], num_workers: int | None) -
         return [draw(*task) for task in tasks]
     # The processes are forked, because they need only numpy and an imaging library and need not import torch again.
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(num_workers, context, initializer=_be_a_quiet_worker) as workers:
+    with ProcessPoolExecutor(num_workers, context, _be_a_quiet_worker, (os.getpid(),)) as workers:
         return list(workers.map(draw, *zip(*tasks, strict=True)))
 
 
-def _be_a_quiet_worker() -> None:
+def _be_a_quiet_worker(parent: int) -> None:
     """Let the parent alone report Ctrl-C, which all processes get, and end this process with its parent."""
     # The process ends with its parent, even if that is killed, and at once if that was killed before this line.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:
+    if os.getppid() != parent:
         os._exit(1)
     import cv2
 
