@@ -91,6 +91,8 @@ def message_of(tmp_path, **options) -> str:
         ({"visualizer__line_width": "x", "visualizer__type": "DetLocalVisualizer"}, "line_width"),
         ({"optim_wrapper__optimizer__lr": "1e-3"}, "optim_wrapper 'str'"),
         ({"optim_wrapper__optimizer__lr": -1.0}, "optim_wrapper learning rate"),
+        ({"optim_wrapper__optimizer__lr": float("inf")}, "optim_wrapper lr inf"),
+        ({"optim_wrapper__clip_grad__max_norm": -1.0}, "optim_wrapper max_norm -1.0"),
         ({"optim_wrapper__optimizer__type": "AdamX"}, "'AdamX' visdet::optimizer"),
         (
             {"optim_wrapper__optimizer__weight_deacy": 3},

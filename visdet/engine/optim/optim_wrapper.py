@@ -1,5 +1,6 @@
 """Optimizer wrappers that do not wait for the device and that train with mixed precision on any device."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -10,10 +11,13 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from visdet.checks.arguments import Above0, checked_value
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
 
 from .gradients import Gradients
+
+_LIMITS_OF_GRADIENTS = ("max_norm", "clip_value")
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -27,6 +31,9 @@ class OptimWrapper(_OptimWrapper):
     * Gradients that a graph writes lie in one block, and ``replay`` computes the update of all parameters as a graph.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
+
+    Raises:
+        InvalidInputError: a limit of ``clip_grad`` is not above 0, or a learning rate is infinite.
 
     Attributes:
         averages_gradients: whether ``step`` averages the gradients over the processes, all at once, so that a wrapper
@@ -49,6 +56,12 @@ class OptimWrapper(_OptimWrapper):
         self.groups_as_built = groups = optimizer.param_groups
         optimizer.param_groups = _merged(groups)
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
+        for name, limit in (self.clip_grad_kwargs or {}).items():
+            if name in _LIMITS_OF_GRADIENTS:
+                checked_value(f"{name} of clip_grad", limit, Above0)
+        for group in groups:
+            if group.get("lr") == math.inf:
+                raise InvalidInputError("lr of the optimizer must be a finite number, got inf")
         self.gradients = Gradients(parameter for group in groups for parameter in group["params"])
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
