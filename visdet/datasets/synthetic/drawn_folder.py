@@ -158,7 +158,7 @@ def _be_a_quiet_worker(parent: int) -> None:
     # The process ends with its parent, even if that is killed, and at once if that was killed before this line.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     import cv2
 
     cv2.setNumThreads(0)  # The threads of the parent do not exist in a process that is forked.
