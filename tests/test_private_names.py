@@ -41,6 +41,8 @@ REASONS = {
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
     "_dynamo": "What torch cannot export or compile is an error of a class there.",
+    "_buffers": "A search for the tensors of a model by public functions takes milliseconds.",
+    "_parameters": "A search for the tensors of a model by public functions takes milliseconds.",
     "_foreach_add_": "Many tensors are added by few kernels.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_addmm_activation": "The kernel of a product computes the ReLU after it.",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from visdet.engine.graphs.averages import GraphedAverage
 from visdet.engine.optim.averages import ExponentialMovingAverage
 from visdet.registry import MODELS
 
@@ -22,18 +23,27 @@ def step(model):
 
 
 @pytest.mark.parametrize("options", [{}, {"update_buffers": True}, {"interval": 2, "momentum": 0.3}])
-def test_the_averages_are_those_of_mmengine(options, device):
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_the_averages_are_those_of_mmengine(options, is_graphed, device):
+    said = []
     model = model_of().to(device)
+    norm = model[1]
     ours = MODELS.build({"type": "ExponentialMovingAverage", "model": model, **options})
     theirs = mmengine.model.ExponentialMovingAverage(copy.deepcopy(model), **options)
     assert type(ours) is ExponentialMovingAverage
-    for _ in range(5):
+    graphed = GraphedAverage(said.append)
+    ours.replay = graphed if is_graphed else None
+    for _ in range(14):
         for average in (ours, theirs):
             average.update_parameters(model)
         step(model)
+        if norm.num_batches_tracked == 8:
+            norm.running_mean = norm.running_mean + 1  # A model may replace a buffer.
     expected = theirs.state_dict()
     for name, tensor in ours.state_dict().items():
         assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    is_replayed = is_graphed and norm.weight.is_cuda
+    assert (graphed.counts["replayed"] > 2) == is_replayed and bool(said) == (is_graphed and not is_replayed)
 
 
 @pytest.mark.parametrize("update_buffers", [False, True])

@@ -47,7 +47,7 @@ class OwnLossAndLaterStages(AnotherLoss):
         pass
 
 
-BOTH = ["GraphedLoss", "GraphedUpdate", "GraphedPrediction"]
+BOTH = ["GraphedLoss", "GraphedUpdate", "GraphedAverage", "GraphedPrediction"]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ BOTH = ["GraphedLoss", "GraphedUpdate", "GraphedPrediction"]
         ({}, True, Staged, BOTH),
         ({}, True, torch.nn.Sequential, []),
         ({}, True, OtherLosses, BOTH),
-        ({}, True, AnotherLoss, BOTH[2:]),
+        ({}, True, AnotherLoss, BOTH[3:]),
         ({}, True, AnotherForward, []),
-        ({}, True, AnotherTrainStep, BOTH[2:]),
-        ({}, True, OwnLossAndLaterStages, BOTH[2:]),
+        ({}, True, AnotherTrainStep, BOTH[3:]),
+        ({}, True, OwnLossAndLaterStages, BOTH[3:]),
     ],
 )
 def test_what_the_config_and_the_model_build(config, has_gpu, kind, built, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_method_of_the_model_itself_is_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = Staged()
     model.predict = lambda *_: None
-    assert list(graphs_for({}, model, logging.getLogger("graph"))) == ["loss", "update"]
+    assert list(graphs_for({}, model, logging.getLogger("graph"))) == ["loss", "update", "average"]
 
 
 @pytest.mark.parametrize("model", [DeformableDETR, SparseDrive])
@@ -106,6 +106,6 @@ def test_what_several_processes_replay(obstacle, monkeypatch, tmp_path, caplog):
     if obstacle == "SyncBatchNorm":
         model[1] = torch.nn.SyncBatchNorm(1)
     graphs = graphs_for({}, wrapped, logging.getLogger("graph"))
-    assert [type(graph).__name__ for graph in graphs.values()] == (BOTH[2:] if obstacle else BOTH)
+    assert [type(graph).__name__ for graph in graphs.values()] == (BOTH[3:] if obstacle else BOTH)
     assert graphs["predict"].model is model and ("loss" not in graphs or graphs["loss"].wrapper is wrapped)
     assert obstacle in caplog.text and bool(caplog.text) == bool(obstacle)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from visdet.engine import AmpOptimWrapper, OptimWrapper
-from visdet.engine.graphs import updates
-from visdet.engine.graphs.updates import GraphedUpdate, rates_on_device, why_not_a_graph
+from visdet.engine.graphs import calls, updates
+from visdet.engine.graphs.updates import GraphedUpdate, why_not_a_graph
 from visdet.engine.optim.gradients import GradientBlock, Gradients
 from visdet.engine.optim.muon import MuonWithAuxAdam
 from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors
@@ -32,20 +32,19 @@ class RecordedUpdate(GraphedUpdate):
         self.said = []
         super().__init__(self.said.append)
 
-    def _record(self, wrapper):
+    def _record(self, work):
         def replay():
-            with rates_on_device(wrapper.optimizer, self._rates):
-                wrapper.update()
+            work()
+            self._norm = torch.full((), 7.0)
 
         self._graph = SimpleNamespace(replay=replay)
-        self._norm = torch.full((), 7.0)
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     monkeypatch.setattr(updates, "why_not_a_graph", lambda wrapper: "")
-    monkeypatch.setattr(updates, "why_not_captured", lambda capture: capture())
-    monkeypatch.setattr(updates, "host_waits", lambda mode: nullcontext())
+    monkeypatch.setattr(calls, "why_not_captured", lambda capture: capture())
+    monkeypatch.setattr(calls, "host_waits", lambda mode: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return RecordedUpdate()
 

@@ -33,7 +33,7 @@ from .config.run_config import RunConfig
 from .data.data_workers import worker_failures_explained
 from .data.loaders import build_dataloader
 from .errors import log_fatal_error
-from .graphs.methods import graphs_for, share_gradients
+from .graphs.methods import graphs_for, replay_average, share_gradients
 from .graphs.planned import prepare_sizes
 from .late_numbers import LateNumbers
 from .loops import EvaluationLoop, TrainLoop, stop_workers
@@ -231,6 +231,7 @@ class DetRunner(RunCheckpoints):
         graphs = self.graphs
         steps = self.steps
         share_gradients(graphs, optim_wrapper)
+        replay_average(graphs, self.hooks)
         build.compile_step(cfg, steps)
         call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.

@@ -3,11 +3,12 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from visdet.execution.staged_detector import has_stages
 from visdet.execution.tensor_tree import layout_of, map_tensors
 
+from ..optim.averages import ExponentialMovingAverage
 from ..optim.gradients import Gradients
 from ..optim.optim_wrapper import OptimWrapper
 from ..optim.wrappers import unwrapped
+from .averages import GraphedAverage
 from .memory import GraphMemory, counts_in_words, note_owner, why_not_captured
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 from .updates import GraphedUpdate
@@ -28,7 +31,8 @@ _LEARNS = attrgetter("requires_grad")
 def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> dict[str, Any]:
     """Return what CUDA graphs replay of a model, by the names of its methods. Without a GPU, that is nothing.
 
-    If training steps are replayed, ``update`` replays the updates (see :func:`share_gradients`).
+    If training steps are replayed, ``update`` replays the updates and ``average`` an average of the weights (see
+    :func:`share_gradients` and :func:`replay_average`).
 
     In a run of several processes, each process replays its own graphs. The processes exchange gradients outside the
     graphs, as ``DistributedDataParallel`` does. With another wrapper of models or ``SyncBatchNorm``, training is eager.
@@ -50,6 +54,7 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
             graphs["loss"] = losses = GraphedLoss(module, say=say)
             losses.wrapper = None if model is module else model
             graphs["update"] = GraphedUpdate(say=say)
+            graphs["average"] = GraphedAverage(say=say)
     if has_stages(module, "predict"):
         graphs["predict"] = GraphedPrediction(module, say=say)
     return graphs
@@ -71,6 +76,18 @@ def share_gradients(graphs: Mapping[str, Any], optim_wrapper: Any) -> None:
     if isinstance(optim_wrapper, OptimWrapper) and "update" in graphs:
         graphs["loss"].gradients = optim_wrapper.gradients
         optim_wrapper.replay = graphs["update"]
+
+
+def replay_average(graphs: Mapping[str, Any], hooks: Iterable[Hook]) -> None:
+    """Let a graph replay visdet's average of the weights, which the first ``EMAHook`` keeps."""
+    average = next((hook.ema_model for hook in hooks if isinstance(hook, EMAHook)), None)
+    if average is None or "average" not in graphs:
+        return
+    replay = graphs["average"]
+    if isinstance(average, ExponentialMovingAverage):
+        average.replay = replay
+    else:
+        replay.tell(f"{type(average).__name__} may do more than visdet's average")
 
 
 class GraphedMethod(ABC):

@@ -1,8 +1,6 @@
 """The update of the parameters, replayed as a CUDA graph."""
 
 import itertools
-import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,81 +12,46 @@ from torch.optim import SGD, Optimizer
 
 from ..optim.muon import MuonWithAuxAdam
 from ..optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
-from .memory import GraphMemory, counts_in_words, host_waits, note_owner, why_not_captured
-
-_SYNCHRONIZES = "called a synchronizing CUDA operation"
+from .calls import GraphedCall
 
 
-class GraphedUpdate:
+class GraphedUpdate(GraphedCall):
     """What ``OptimWrapper.update`` does, replayed as a graph: unscaling, clipping and the step of the optimizer.
 
     Learning rates lie on the device in all updates, and are copied there when they have changed. The first update is
     not captured, because it makes the state of the optimizer. An update is captured when gradients, parameters and
-    state lie where those of the update before lay, and the options of all groups are the same. If an update cannot be
-    a graph, it runs as without graphs, and ``say`` tells why.
+    state lie where those of the update before lay, and the options of all groups are the same.
 
     Args:
-        say: a function that is called with a text if updates run eagerly.
+        say: see :class:`GraphedCall`.
     """
 
+    name = "update"
+    what = "the update of the parameters"
+
     def __init__(self, say: Callable[[str], Any] = print) -> None:
-        self._say = say
-        self._told = ""  # why an update ran eagerly
-        self._has_failed = False
+        super().__init__(say)
         self._rates: list[Tensor] = []
         self._values: list[float] = []
-        self._graph: Any = None
-        self._key: Hashable = None  # what the graph depends on, or what the last eager update depended on
-        self._norm: Tensor | None = None
-        self._memory: GraphMemory | None = None
-        self.counts: Counter[str] = Counter()
-        note_owner(self)
+        self._norm: Tensor | None = None  # the norm of the gradients that the graph writes
 
     def __call__(self, wrapper: OptimWrapper) -> None:
         """Update the parameters."""
         reason = why_not_a_graph(wrapper)
         if reason:
-            self._tell(reason)
-            self.counts["eager"] += 1
-            wrapper.update()
+            self._run_without_graph(reason, wrapper.update)
             return
-        with torch.cuda.device(wrapper.optimizer.param_groups[0]["params"][0].device):
-            self._run(wrapper)
-
-    def report(self) -> str:
-        """Return how many updates were replayed."""
-        return f"graph of update: {counts_in_words(self.counts, 'updates')}"
-
-    def forget_graphs(self) -> None:
-        """Forget the graph and its memory."""
-        self._graph = self._key = self._norm = self._memory = None
-
-    def _run(self, wrapper: OptimWrapper) -> None:
-        self._copy_rates(wrapper.optimizer)
-        key = key_of(wrapper)
-        if key != self._key:
-            self._graph = self._norm = None
-        elif self._graph is None and not self._has_failed:
-            self._capture(wrapper)
-        graph = self._graph
+        optimizer = wrapper.optimizer
+        with torch.cuda.device(optimizer.param_groups[0]["params"][0].device):
+            self._copy_rates(optimizer)
+            self._run(partial(key_of, wrapper), partial(self._update, wrapper))
         norm = self._norm
-        if graph is None:
-            self._update_eagerly(wrapper)
-            return
-        self.counts["replayed"] += 1
-        graph.replay()
         wrapper.grad_norm = None if norm is None else norm.clone()
 
-    def _update_eagerly(self, wrapper: OptimWrapper) -> None:
-        """Update the parameters by the same operations as the graph, and see whether the host waits for one."""
-        self.counts["eager"] += 1
-        with warnings.catch_warnings(record=True) as found, rates_on_device(wrapper.optimizer, self._rates):
-            warnings.simplefilter("always")
-            with host_waits("warn"):
-                wrapper.update()
-        if not self._has_failed and any(_SYNCHRONIZES in str(warning.message) for warning in found):
-            self._fail("it waits for the device")
-        self._key = key_of(wrapper)
+    def _update(self, wrapper: OptimWrapper) -> None:
+        with rates_on_device(wrapper.optimizer, self._rates):
+            wrapper.update()
+        self._norm = wrapper.grad_norm
 
     def _copy_rates(self, optimizer: Optimizer) -> None:
         """Bring the learning rates of all groups to the device, if they have changed."""
@@ -102,34 +65,6 @@ class GraphedUpdate:
         for rate, value in zip(self._rates, values, strict=True):
             rate.fill_(value)
         self._values = values
-
-    def _capture(self, wrapper: OptimWrapper) -> None:
-        """Record the graph. Nothing is updated."""
-        reason = why_not_captured(partial(self._record, wrapper))
-        if reason is not None:
-            self._fail(reason)
-
-    def _fail(self, reason: str) -> None:
-        self._has_failed = True
-        self._tell(reason)
-
-    def _record(self, wrapper: OptimWrapper) -> None:
-        """Keep the graph of an update, and the norm of the gradients that it writes."""
-        self._memory = memory = self._memory or GraphMemory()
-        graph = torch.cuda.CUDAGraph()
-        with (
-            rates_on_device(wrapper.optimizer, self._rates),
-            memory.captures(),
-            memory.recording(graph),
-        ):
-            wrapper.update()
-        self._graph = graph
-        self._norm = wrapper.grad_norm
-
-    def _tell(self, reason: str) -> None:
-        if reason != self._told:
-            self._told = reason
-            self._say(f"graph: the update of the parameters runs eagerly, because {reason}")
 
 
 def why_not_a_graph(wrapper: Any) -> str:
