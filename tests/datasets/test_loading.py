@@ -42,7 +42,6 @@ def test_grey_alpha_and_palette(tmp_path):
     cases = {
         "grey": (Image.fromarray(grey), grey_as_rgb),
         "grey-alpha": (Image.fromarray(np.dstack([grey, alpha]), "LA"), grey_as_rgb),
-        "rgba": (Image.fromarray(np.dstack([RGB, alpha])), RGB),
         "palette": (palette, palette_as_rgb),
         "bilevel": (
             Image.fromarray(grey > 127),
@@ -92,9 +91,11 @@ def test_sixteen_bits_that_leave_a_picture_nearly_black_are_said_once(
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_orientation_of_a_file(tmp_path, orientation, suffix):
     path = tmp_path / f"a{suffix}"
-    Image.fromarray(RGB).save(path, exif=turned(orientation), lossless=True)
-    with Image.open(path) as stored:
-        upright = np.array(ImageOps.exif_transpose(stored))
+    Image.fromarray(RGB).convert("RGBA").save(path, exif=turned(orientation), lossless=True)
+    with path.open("rb") as file, Image.open(file) as stored:
+        upright = np.array(ImageOps.exif_transpose(stored))[..., :3]
+    with Image.open(path) as shown:
+        assert np.array_equal(LoadImageFromFile().rgb_of(shown, "a"), upright)
     with open_image(path) as image:
         assert sizes_of(image) == (upright.shape[1::-1], (9, 6))
     assert (upright.shape[:2] == (9, 6)) == (orientation >= 5)

@@ -89,7 +89,9 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
 _RUNTIME = """
 class InferenceSession:
     def __init__(self, *arguments, **options): pass
-    def run(self, names, inputs): return [[[[0, 0, 1, 1]]], [[inputs["picture"].max() / 255]], [[0]]]
+    def run(self, names, inputs):
+        picture = inputs["picture"]
+        return [[[[*picture.shape[:2], 1, 1]]], [[picture.max() / 255]], [[0]]]
 """
 
 
@@ -100,10 +102,14 @@ def test_what_a_program_cannot_read(tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(described))
     (tmp_path / "onnxruntime.py").write_text(_RUNTIME)
     values = np.full((4, 5), 65535)
+    exif = Image.Exif()
+    exif[0x0112] = 6
     for name, kind in {"deep.png": np.uint16, "wide.tif": np.int32, "float.tif": np.float32}.items():
         Image.fromarray((values + (kind != np.uint16)).astype(kind)).save(tmp_path / name)
     program = partial(run_python, "infer.py", cwd=tmp_path)
-    assert program("deep.png")[0] == "deep.png bolt 1.0000 0.00 0.00 1.00 1.00\n"
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "turned.tif", exif=exif)
+    for name, sides in {"deep.png": "4.00 5.00", "turned.tif": "5.00 4.00"}.items():
+        assert program(name)[0] == f"{name} bolt 1.0000 {sides} 1.00 1.00\n"
     assert program(status=1)[1].startswith("Print the objects in pictures, with their boxes")
     for name, said in {
         "--help": "--help cannot be read: ",

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 from visdet.datasets.conversion import convert
 from visdet.datasets.transforms import LoadImageFromFile
 from visdet.datasets.transforms.multi_view import LoadMultiViewImageFromFiles
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError
 from visdet.files.images import open_image, orientation_of
 
 
@@ -57,25 +57,6 @@ def test_damage_that_is_found_on_opening_or_on_decoding_names_the_file(tmp_path,
             open_image(path, given) as image,
         ):
             image.load()
-
-
-def test_the_limit_of_pixels_is_the_callers_and_not_pillows(monkeypatch, tmp_path):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with open_image("a", saved(1)) as image:
-        assert image.size == (40, 30)
-    assert Image.MAX_IMAGE_PIXELS == 100
-    with (
-        pytest.raises(
-            InvalidInputError, match=r"cannot read image a .*40x30 pixels are more than max_pixels=1199"
-        ),
-        open_image("a", saved(1), max_pixels=1199),
-    ):
-        pass
-    with (
-        pytest.raises(MissingFileError, match=r"image .*/b\.jpg does not exist"),
-        open_image(tmp_path / "b.jpg"),
-    ):
-        pass
 
 
 def load_one(path):

@@ -39,7 +39,7 @@ about = json.loads((folder / "model.json").read_text())
 
 for path in sys.argv[1:] or sys.exit(__doc__):
     try:
-        image = ImageOps.exif_transpose(Image.open(path))
+        image = ImageOps.exif_transpose(Image.open(open(path, "rb")))
     except OSError as error:
         sys.exit(f"{{path}} cannot be read: {{error}}")
     if image.mode.startswith(("I", "F")):  # The upper 8 of 16 bits count.

@@ -204,7 +204,11 @@ def sizes_of(image: Image.Image) -> tuple[tuple[int, int], tuple[int, int]]:
 def turned(image: Image.Image, is_shown: bool) -> Image.Image:
     """Return an image with its pixels, as viewers show it or as its file stores it. Pillow turns TIFF files itself."""
     orientation = orientation_of(image)
+    name = getattr(image, "filename", "")
+    # Pillow maps plain TIFF files by their names, with the sides of the turned image, which mixes their rows.
+    image.filename = ""  # type: ignore[attr-defined]
     image.load()
+    image.filename = name  # type: ignore[attr-defined]
     was_turned = orientation_of(image) != orientation
     if orientation == 1 or was_turned == is_shown:
         return image
