@@ -14,7 +14,17 @@ from mmengine.hooks import Hook
 from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import Stack, ToyDetector
-from toy_run import EPOCHS, check_two_halves, interrupted, losses, toy_config, toy_runner, train, validations
+from toy_run import (
+    EPOCHS,
+    check_rest,
+    check_two_halves,
+    interrupted,
+    losses,
+    toy_config,
+    toy_runner,
+    train,
+    validations,
+)
 
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
 from visdet.engine.data.resumable_batches import ResumableBatches
@@ -343,6 +353,8 @@ def test_ema_and_its_counter_are_resumed(tmp_path):
     assert torch.equal(saved, averages[0].module.conv.weight.cpu()), (
         "the checkpoint's weights are the average"
     )
+    without = train(tmp_path / "without", resume=str(tmp_path / "whole" / "iter_10.pth"))
+    check_rest(whole, without, 10)
 
 
 class Noise(Dataset):

@@ -6,7 +6,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.fileio import LocalBackend, get_file_backend
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.logging import MessageHub
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
@@ -19,6 +19,7 @@ from .checkpoints.class_names import ClassLists, class_lists, lists_of_checkpoin
 from .checkpoints.held_config import say_differences
 from .checkpoints.newest import name_newest
 from .checkpoints.plain_state import to_plain
+from .checkpoints.published import revised
 from .checkpoints.resume import read_to_resume
 from .checkpoints.run_state import collected_state, refusal, restore
 from .checkpoints.weights import MODULE_PREFIX, check_finite, load_weights, own_names, weights_of
@@ -146,6 +147,10 @@ class RunCheckpoints(RunnerInterface):
             say_differences(self.cfg, content, path)
         weights = own_names(weights_of(content, path), model, revise_keys)
         weights = matched_by_name(model, weights, trained, wanted, path, strict)
+        if self.resumed_from is not None and not any(isinstance(hook, EMAHook) for hook in self.hooks):
+            # A run without averages goes on from the weights that have been trained, and not from their averages.
+            own = revised(content.get("ema_state_dict", {}), MODULE_PREFIX)
+            weights.update((name, own[name]) for name in weights.keys() & own.keys())
         self.class_lists = wanted or trained
         content = {**content, "state_dict": weights}
         self.call_hook("after_load_checkpoint", checkpoint=content)
