@@ -265,7 +265,7 @@ def test_no_samples_at_all(tmp_path, backend):
 def concatenated(*items, **arguments):
     """Evaluate images of several data sets, which are (id, path, label of the true box)."""
     metric = METRICS.build(dict(type="CocoMetric", **arguments))
-    metric.dataset_meta = dict(classes=CLASSES)
+    metric.dataset_meta = dict(classes=CLASSES, category_ids=[7, None, 9])
     for image_id, path, label in items:
         item = sample(image_id, [(1, [10, 10, 60, 60], 0.9)]) | ({"img_path": path} if path else {})
         item["gt_instances"] = dict(bboxes=torch.tensor([[10.0, 10, 60, 60]]), labels=torch.tensor([label]))
@@ -281,6 +281,8 @@ def test_images_of_several_data_sets_that_share_ids(tmp_path):
     for arguments in (dict(ann_file=ann_file), dict(outfile_prefix=f"{tmp_path}/run")):
         with pytest.raises(ValueError, match=message):
             concatenated((0, "a/0.jpg", 1), (0, "b/0.jpg", 1), **arguments)
+    concatenated(repeated[0], outfile_prefix=f"{tmp_path}/run")
+    assert read_json(f"{tmp_path}/run.bbox.json") == [], "the data have no number for the class"
     # Without a file, each data set may count its images from 0 on. A sampler repeats the last image.
     several = [
         (i, f"{folder}/{i}.jpg", label) for folder, label in (("wrong", 0), ("right", 1)) for i in (0, 1, 1)

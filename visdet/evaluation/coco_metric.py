@@ -345,7 +345,7 @@ class CocoMetric(BaseMetric):
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
         if self._ann_file is not None:
             number_of = {label: number for number, label in self._label_of_category.items()}
-        known = [row for row in detections if row["category_id"] in number_of]
+        known = [row for row in detections if number_of.get(row["category_id"]) is not None]
         rows = [{**row, "category_id": number_of[row["category_id"]]} for row in known]
         path = f"{self.outfile_prefix}.bbox.json"
         write_atomically(path, json.dumps(rows))
