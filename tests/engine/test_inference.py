@@ -100,6 +100,7 @@ def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, 
         ({"test_dataloader__dataset": None}, "has no test_dataloader.dataset"),
         ({"test_dataloader__dataset__pipeline": [{}]}, "test_dataloader cannot be built: .*type"),
         ({"test_dataloader__dataset__pipeline": [*PIPELINE[:-1], NO_SIZES]}, "a sample has no ori_shape"),
+        ({"test_dataloader__dataset__datasets": [{"dataset": {"type": "ToyBoxes"}}]}, "has no pipeline"),
         ({"graph": "x"}, "graph must be"),
     ],
 )

@@ -30,7 +30,8 @@ def run(config: str, cfg_options: dict[str, Any] | None, out_dir: str | None) ->
     """Run the command. The status is 1 if something keeps the config from training on its data."""
     from mmengine.registry import init_default_scope
 
-    from visdet.engine import check_work_dir, dataset_config, load_config
+    from visdet.engine import check_work_dir, load_config
+    from visdet.engine.config.load import datasets_within
 
     from . import browse
 
@@ -49,7 +50,9 @@ def run(config: str, cfg_options: dict[str, Any] | None, out_dir: str | None) ->
     seen: dict[str, str] = {}
     problems = 0
     for split in splits:
-        found = problems_of_split(dataset_config(cfg, split), split, heads, seen)
+        found = []
+        for part in datasets_within(cfg[f"{split}_dataloader"].dataset):
+            found += problems_of_split(part, split, heads, seen)
         count = len(found)
         for problem in found[:_SHOWN_FAULTS]:
             print(f"{split}: a run stops here: {problem}")

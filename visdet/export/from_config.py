@@ -165,7 +165,8 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
     """Let the test data and the metrics of a config read an annotation file or another folder."""
     if not os.path.exists(data):
         raise MissingFileError(f"--check {data} does not exist")
-    dataset = cfg.test_dataloader.dataset
+    dataset: Any = dataset_config(cfg, "test")
+    cfg.test_dataloader.dataset = dataset
     if os.path.isdir(data):
         dataset.data_root = os.path.join(data, "")
         annotations = os.path.join(data, dataset.get("ann_file") or "")

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "check_required_keys",
     "complete_config",
     "dataset_config",
+    "datasets_within",
     "given_dataset",
     "load_config",
 ]
@@ -207,12 +209,25 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
 
 
 def given_dataset(cfg: Any, split: str) -> dict:
-    """Return what a config says of the data set of a split, which may be nothing."""
-    return section_of(section_of(cfg, f"{split}_dataloader"), "dataset")
+    """Return what a config says of the data set of a split, which may be nothing.
+
+    Of several that a wrapper such as ConcatDataset has, it is the first.
+    """
+    return next(datasets_within(section_of(section_of(cfg, f"{split}_dataloader"), "dataset")))
+
+
+def datasets_within(config: dict) -> Iterator[dict]:
+    """Yield the configs of the data sets in a wrapper of mmengine's, or the config itself if it is of none."""
+    given = [*several_of(config, "datasets"), *several_of(config, "dataset")]
+    parts = [part for part in given if isinstance(part, dict)]
+    if not parts:
+        yield config
+    for part in parts:
+        yield from datasets_within(part)
 
 
 def dataset_config(cfg: Config, split: str) -> dict:
-    """Return the config of the data set of a split.
+    """Return the config of the data set of a split, or of the first one that a wrapper of data sets has.
 
     Args:
         cfg: the whole config.
@@ -234,4 +249,5 @@ def build_dataset(cfg: Config, split: str, **changes: Any) -> Any:
         ConfigError: see :func:`dataset_config`.
     """
     init_default_scope(cfg.get("default_scope") or "visdet")
-    return DATASETS.build({**dataset_config(cfg, split), **changes})
+    dataset_config(cfg, split)
+    return DATASETS.build({**cfg[f"{split}_dataloader"].dataset, **changes})
