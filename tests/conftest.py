@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -37,6 +38,23 @@ def device(request):
 def stdout(capsys):
     """Return a function that returns what has been printed since its last call."""
     return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
+def program(monkeypatch, capsys, tmp_path):
+    """A function that runs ``python -m visdet`` in an empty folder, and returns its status and both outputs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["visdet", *map(str, arguments)])
+        status = 0
+        try:
+            runpy.run_module("visdet", run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def pytest_collection_modifyitems(items):

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import runpy
 import subprocess
 import sys
 
@@ -20,23 +19,6 @@ from visdet.engine.config.packaged import CONFIGS, find_config, packaged_configs
 from visdet.registry import MODELS
 
 SHAPES = "deformable_detr/deformable-detr_shapes"
-
-
-@pytest.fixture
-def program(monkeypatch, capsys, tmp_path):
-    """A function that runs ``python -m visdet`` in an empty folder, and returns its status and both outputs."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["visdet", *map(str, arguments)])
-        status = 0
-        try:
-            runpy.run_module("visdet", run_name="__main__")
-        except SystemExit as stop:
-            status = stop.code or 0
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def test_the_help_names_every_command_and_first_steps(program):
