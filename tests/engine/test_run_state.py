@@ -130,13 +130,13 @@ def test_hooks_keep_their_memory(tmp_path, priority):
     assert [hook.count for hook in hooks_of(rest, Remembers)] == [14, 14]
 
 
-@pytest.mark.parametrize("best", ["auto", None])
+@pytest.mark.parametrize("best", ["toy/images", None])
 def test_early_stopping_goes_on_counting(tmp_path, best):
     """Its best value is that of the first validation, and six validations without a better one end the run."""
     hook = {"type": "EarlyStoppingHook", "monitor": "toy/images", "rule": "greater", "patience": 6}
     options = {
         "custom_hooks": [hook], "train_cfg__val_interval": 2, "train_cfg__max_iters": 40,
-        "default_hooks__checkpoint__save_best": best,
+        "default_hooks__checkpoint__save_best": best, "default_hooks__checkpoint__rule": "greater",
     }  # fmt: skip
     train(tmp_path, **{**options, "train_cfg__max_iters": 7})
     rest = train(tmp_path, resume="auto", **options)
@@ -144,6 +144,12 @@ def test_early_stopping_goes_on_counting(tmp_path, best):
     for runner in (rest, whole):
         assert hooks_of(runner, EarlyStoppingHook)[0].best_score == 13
     assert (rest.iter, whole.iter) == (14, 14)
+    options["custom_hooks"] = [{**hook, "monitor": "toy/accuracy"}]
+    options["default_hooks__checkpoint__save_best"] = best and "toy/accuracy"
+    other = train(tmp_path / "other", resume=str(tmp_path / "iter_14.pth"), **options)
+    scores = [hooks_of(other, EarlyStoppingHook)[0].best_score]
+    scores += [other.message_hub.get_info("best_score")] if best else []
+    assert all(score <= 1 for score in scores), "not the number of images"
 
 
 def rates(folder):

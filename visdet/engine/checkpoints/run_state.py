@@ -40,7 +40,11 @@ from .score_thresholds import thresholds_of
 
 # What torch's optimizers remember of each number of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_OF_EARLY_STOPPING = ("wait_count", "best_score")  # what mmengine's hook remembers, without a ``state_dict``
+_OF_EARLY_STOPPING = (
+    "monitor",
+    "wait_count",
+    "best_score",
+)  # what mmengine's hook remembers, without a ``state_dict``
 _UNFIT = (
     ArithmeticError,
     AssertionError,
@@ -200,6 +204,8 @@ def _remember(hook: Any, memory: Any) -> None:
     if hasattr(hook, "load_state_dict"):
         hook.load_state_dict(memory)
         return
+    if memory.get("monitor", hook.monitor) != hook.monitor:
+        return  # Its best score is that of another metric.
     for name, value in memory.items():
         setattr(hook, name, value)
 

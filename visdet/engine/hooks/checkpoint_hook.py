@@ -18,6 +18,10 @@ from ..errors import ConfigError
 from ..monitored_metrics import undefined_metrics
 from ..process.places import check_free_space, check_work_dir
 
+# What the message hub holds of the best checkpoints, and the metrics by which they are chosen.
+_OF_BEST = ("best_score", "best_ckpt")
+_CHOSEN_BY = "chosen_by"
+
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
@@ -97,6 +101,7 @@ class CheckpointHook(_CheckpointHook):
         """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration.
 
         A metric that the validation does not define, such as an AP without true boxes, chooses no best checkpoint.
+        A run that is resumed with another ``save_best`` forgets the best scores, whose checkpoints stay.
         """
         super().after_val_epoch(runner, metrics)
         is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
@@ -115,6 +120,18 @@ class CheckpointHook(_CheckpointHook):
                 f"save_best of the checkpoint hook: validation returned no metric {missing[0]}; there are "
                 f"{', '.join(metrics)}"
             )
+        chosen_by = listed([next(iter(metrics)) if name == "auto" else name for name in wanted])
+        hub = runner.message_hub
+        before = hub.get_info(_CHOSEN_BY, chosen_by)
+        if before != chosen_by:
+            for name in [name for name in hub.runtime_info if name.startswith(_OF_BEST)]:
+                hub.pop_info(name)
+            self.best_ckpt_path = None
+            self.best_ckpt_path_dict = dict.fromkeys(wanted)
+            runner.logger.warning(
+                f"the best checkpoint is chosen by {chosen_by} from now on, and no longer by {before}"
+            )
+        hub.update_info(_CHOSEN_BY, chosen_by)
         undefined = undefined_metrics(metrics, runner.val_evaluator.metrics)
         super()._save_best_checkpoint(runner, metrics | dict.fromkeys(undefined))
         self._end_saving(runner)
