@@ -303,6 +303,15 @@ def test_what_may_be_a_mistake_is_one_line_a_kind(tmp_path):
     assert shared.startswith("images that are for train and for val: 2 (")
 
 
+def test_pictures_that_come_later_bring_none_from_training_to_validation(tmp_path):
+    names = [f"{number}.png" for number in range(17)]
+    splits = []
+    for count in (15, 17):
+        write(tmp_path, dict.fromkeys(names[:count]) | {"all.json": names[:count]})
+        splits.append(converted(tmp_path)[0])
+    assert len(splits[1]["val"]) == 3 and set(splits[0]["train"]).isdisjoint(splits[1]["val"])
+
+
 @pytest.mark.parametrize("share", [1.5, -1.0, float("nan")])
 @pytest.mark.parametrize("name", ["val_share", "left_out_share"])
 def test_a_share_is_from_0_to_1(tmp_path, name, share):

@@ -5,6 +5,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def _by_split(pictures: Iterable[Picture], val_share: float, source: Source) -> 
     training = splits.get("train", [])
     count = len(training)
     if "val" not in splits and val_share and count > 1:
-        random.Random(0).shuffle(training)
+        training.sort(key=partial(_drawn, source.root))
         number = min(max(round(val_share * count), 1), count - 1)
         splits["val"] = [training.pop() for _ in range(number)]
         drawn = "images that are drawn at random for validation, because the data set has none for it"
@@ -185,6 +186,14 @@ def _by_split(pictures: Iterable[Picture], val_share: float, source: Source) -> 
         if len(found) > 1:
             remarks[f"images that are for {' and for '.join(found)}"].append(path)
     return splits
+
+
+def _drawn(root: Path, picture: Picture) -> float:
+    """Return a random number for a picture, which depends on its path within ``root`` alone.
+
+    Pictures that come later then bring hardly any that has been trained on into the validation split.
+    """
+    return random.Random(os.path.relpath(picture.path, root)).random()
 
 
 def _coco(
