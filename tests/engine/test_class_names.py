@@ -1,5 +1,7 @@
 """Weights meet the classes of a run by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,12 @@ from torch.testing import assert_close
 from toy_run import detector_of, toy_runner, train
 
 from visdet.engine import CheckpointError
-from visdet.engine.checkpoints.class_names import lists_of_checkpoint, matched_by_name, rows_of_classes
+from visdet.engine.checkpoints.class_names import (
+    category_ids_of,
+    lists_of_checkpoint,
+    matched_by_name,
+    rows_of_classes,
+)
 from visdet.engine.checkpoints.weights import config_that_fits, load_weights
 from visdet.engine.config.build_errors import build_model
 from visdet.engine.config.files import read_config
@@ -85,6 +92,13 @@ def test_the_families_declare_their_rows(config, kinds, without):
     assert {kind: len(names) for kind, names in rows.items()} == kinds
     for names in rows.values():
         assert without not in names and len({len(state[name]) for name in names}) == 1
+
+
+def test_the_numbers_of_several_files_are_known_where_all_are_equal():
+    for others, expected in (([7, 9], [7, 9]), ([9, 7], None)):
+        parts = [SimpleNamespace(category_ids=numbers) for numbers in ([7, 9], others)]
+        repeated = SimpleNamespace(dataset=SimpleNamespace(datasets=parts))
+        assert category_ids_of(repeated) == expected
 
 
 def test_a_permuted_model_predicts_what_the_original_predicts():

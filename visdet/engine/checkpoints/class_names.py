@@ -121,10 +121,12 @@ def _rows_by_name(value: Tensor, known: Sequence[str], names: Sequence[str], own
 
 
 def category_ids_of(dataset: Any) -> list[Any] | None:
-    """Return the number of each class in the annotation file of a data set, which may be within others, or None."""
-    while not hasattr(dataset, "category_ids"):
-        inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
-        dataset = next((one for one in inner if one is not None), None)
-        if dataset is None:
-            return None
-    return list(dataset.category_ids)
+    """Return the number of each class in the annotation file of a data set, or None if it is not known.
+
+    The data set may be within others. Of several, all must have the same numbers.
+    """
+    if hasattr(dataset, "category_ids"):
+        return list(dataset.category_ids)
+    within = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
+    found = [category_ids_of(part) for part in within if part is not None]
+    return found[0] if found and all(numbers == found[0] for numbers in found) else None
