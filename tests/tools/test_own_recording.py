@@ -91,6 +91,10 @@ def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monke
         "model.head.det_head.refine_layer.num_cls is for 5 classes, but train_dataloader.dataset has 3"
         in message("    refine_layer=dict(num_cls=len(class_names)),\n", "")
     )
+    twice = "dict(type='NormalizeMultiviewImage', mean=(0, 0, 0), std=(1, 1, 1))"
+    assert "train_dataloader would be normalised twice" in message(
+        "visualizer =", f"train_dataloader['dataset']['pipeline'] = [{twice}]\nvisualizer ="
+    )
     assert "NuScenesMetric: class_range must name deer" in message(
         "visualizer =", "val_evaluator = [dict(type='NuScenesMetric')]\nvisualizer ="
     )

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 
 # A key of a part of the model, its number, the number of the data set, and the noun that is counted.
 _Number = tuple[str, int, int, str]
+_NORMALIZES = "NormalizeMultiviewImage"
 
 
 def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None:
@@ -21,6 +22,12 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
     """
     if not hasattr(dataset, "num_cameras") or not hasattr(dataset, "get_info"):
         return
+    steps = [type(step).__name__ for step in dataset.pipeline.transforms]
+    if _NORMALIZES in steps and hasattr(model.data_preprocessor, "mean"):
+        raise ConfigError(
+            f"the images of {loader_name} would be normalised twice: by {_NORMALIZES} of the pipeline and by the mean "
+            "and the std of model.data_preprocessor. Leave out one of them"
+        )
     info = dataset.get_info(0)
     is_learnt = loader_name == "train_dataloader"
     for name, module in model.named_modules():
