@@ -162,7 +162,6 @@ def test_the_limit_of_pixels(tmp_path, monkeypatch):
         ValueError, match=rf"large\.png .*{width}x{height} pixels are more than max_pixels=5; set"
     ):
         load(path, max_pixels=5)
-    assert load(path, max_pixels=height * width)["img"].shape[2] == width
     assert load(path, max_pixels=None)["img"].shape[2] == width
     assert Image.MAX_IMAGE_PIXELS == 1
 

@@ -77,11 +77,8 @@ def test_what_a_detector_refuses(tmp_path, trained):
     [
         (5, r"meta\['dataset_meta'\] must be a dict with the key 'classes', got 5"),
         ({"classes": "bolt"}, r"must be a tuple of distinct names, got 'bolt'; for one class write"),
-        ({"classes": (1, 2)}, r"must be a tuple of distinct names, got \(1, 2\)"),
         ({"classes": ("a",)}, "num_classes is 2, but .* names 1 classes"),
-        ({"classes": ("a", "b"), "palette": 5}, "palette'\\] must be"),
         ({"classes": ("a", "b"), "palette": [(1, 2), (3, 4)]}, "palette'\\] must be"),
-        ({"classes": ("a", "b"), "palette": [(0, 0, 0)]}, "must have a colour for each of 2 classes"),
     ],
 )
 def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, dataset_meta, message):
