@@ -150,16 +150,24 @@ def test_converted_paths_are_those_of_the_times_of_the_steps(name):
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("2 Hz", {}, ["motion and planning: a frame is a step of 0.5 s"]),
-        ("dropped", {}, ["a frame is a step of 0.5 s, but 2 gaps are longer"]),
-        ("10 Hz", {}, ["10 frames per second, but steps of 0.5 s"]),
-        ("1 Hz", {}, ["1 frames per second, but steps of 0.5 s"]),
+        (
+            "2 Hz",
+            {"gt_velocity": [[0.0, 10], [5, 0]]},
+            [
+                "motion and planning: a frame is a step of 0.5 s",
+                "of 24 used boxes, 12 have their centre in no image; of 24 that move at 1 m/s or more, 12 "
+                "point elsewhere than they move, and 0 are wider than long",
+            ],
+        ),
+        ("dropped", {}, ["a frame is a step of 0.5 s, but 2 gaps are longer", "of 0 that move"]),
+        ("10 Hz", {}, ["10 frames per second, but steps of 0.5 s", "of 0 that move"]),
         (
             "10 Hz",
             {"gt_ego_fut_trajs": np.tile([0.0, 1.0], (6, 1))},
             [
                 "10 frames per second",
                 "gt_ego_fut_trajs: 55 of 55 paths end more than 1 m from where ego2global",
+                "of 120 used boxes, 60",
             ],
         ),
     ],
@@ -169,6 +177,6 @@ def test_the_check_says_what_the_rate_means(dataset_of, name, changes, said):
     lines = [
         line
         for line in recording_report(dataset.ann_file, dataset.data_root)
-        if line.startswith(("motion and", "gt_ego"))
+        if line.startswith(("motion and", "gt_ego", "of "))
     ]
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))

@@ -8,6 +8,7 @@ import numpy as np
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.files.images import open_image, sizes_of
 from visdet.structures.polylines import REGION_M, cut_to_region
+from visdet.structures.poses import moved_points, wrap_angle
 
 from .frame_records import FRAME_KEYS, check_frame, lidar_to_global
 from .future_steps import STEP_S, coming_steps, has_step_rate
@@ -15,6 +16,8 @@ from .info_files import load_infos, sort_frames
 from .nuscenes import NuScenes3DDetTrackDataset
 
 _WRONG_PATH_M = 1.0
+_MOVING_M_S = 1.0
+_TURNED = np.pi / 4
 
 
 def recording_report(path: str, data_root: str | None = None) -> list[str]:
@@ -35,6 +38,7 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
     boxes: Counter[str] = Counter()
     used: Counter[str] = Counter()
     lines: Counter[str] = Counter()
+    places: Counter[str] = Counter()
     labels: set[int] = {2}
     for info in infos:
         boxes.update(map(str, info.get("gt_names", ())))
@@ -65,11 +69,38 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
                 raise InvalidInputError(
                     f"{where}{name} is {width} x {height} pixels, but other images are {W} x {H}"
                 )
+        if "gt_bboxes_3d" in record:
+            places.update(_places(record["gt_bboxes_3d"], record["lidar2img"], size or (0, 0)))
         cloud = record["pts_filename"]
         if cloud is not None and not Path(cloud).exists():
             raise MissingFileError(f"frame {info['token']} of {path}: lidar_path {cloud} does not exist")
     times_of_scene = np.split(times, dataset.scene_starts[1:])
-    return _lines(dataset, infos, times_of_scene, boxes, used, lines, size or (0, 0))
+    return _lines(dataset, infos, times_of_scene, boxes, used, lines, places, size or (0, 0))
+
+
+def _places(boxes: np.ndarray, projections: list[np.ndarray], size: tuple[int, int]) -> dict[str, int]:
+    """Return how many boxes of a frame there are, and how many are where boxes of another convention would be.
+
+    Args:
+        boxes: [n, 9], in the lidar frame. projections: from there to the pixels of each camera, [4, 4].
+        size: the (width, height) of the images.
+    """
+    is_seen = np.zeros(len(boxes), dtype=bool)
+    for projection in projections:
+        found = moved_points(boxes[:, :3], projection)
+        pixels, depth = found[:, :2], found[:, 2:]  # The pixels are multiplied by the depth, as the size is.
+        is_seen |= ((pixels >= 0) & (pixels <= depth * size)).all(axis=1)
+    moving = boxes[np.linalg.norm(boxes[:, 7:], axis=1) >= _MOVING_M_S]
+    direction = np.arctan2(moving[:, 8], moving[:, 7])
+    is_turned = np.abs(wrap_angle(moving[:, 6] - direction)) > _TURNED
+    is_wide = moving[:, 4] > moving[:, 3]
+    return {
+        "all": len(boxes),
+        "unseen": np.sum(~is_seen),
+        "moving": len(moving),
+        "turned": np.sum(is_turned),
+        "wide": np.sum(is_wide),
+    }
 
 
 def _lines(
@@ -79,6 +110,7 @@ def _lines(
     boxes: Counter[str],
     used: Counter[str],
     lines: Counter[str],
+    places: Counter[str],
     size: tuple[int, int],
 ) -> list[str]:
     in_all = set(infos[0]).intersection(*infos)
@@ -93,6 +125,9 @@ def _lines(
         *_future_lines(infos, times_of_scene, seconds),
         f"cameras: {', '.join(infos[0]['cams'])}",
         f"boxes: {counts or 'none'}",
+        f"of {places['all']} used boxes, {places['unseen']} have their centre in no image; of "
+        f"{places['moving']} that move at {_MOVING_M_S:g} m/s or more, {places['turned']} point elsewhere than "
+        f"they move, and {places['wide']} are wider than long",
         f"map lines: {lines['all']}, of which {lines['cut']} are cut and {lines['left out']} left out, as they are "
         f"beyond the region of {REGION_M[0]:g} x {REGION_M[1]:g} m (VectorizeMap's roi_size)",
         f"keys that not every frame has: {', '.join(absent) or 'none'}",
