@@ -22,7 +22,7 @@ __all__ = [
     input="floating [N, C]",
     target="integers [N]",
     gamma="number",
-    alpha="number",
+    alpha="number, at least 0, at most 1",
     weight="None or real [C]",
     reduction="one of 'none', 'mean', 'sum'",
 )
@@ -40,7 +40,7 @@ def sigmoid_focal_loss(
         input: [N, C]. The logits. 16-bit types are computed in float32.
         target: [N], integers. The class of each row. A number that is no class (C by convention) stands for background.
         gamma: γ, the exponent.
-        alpha: α, the weight of the target's class.
+        alpha: α, the weight of the target's class, from 0 to 1.
         weight: [C]. A factor of all losses of a row, chosen by the row's target; background has the factor 1.
         reduction: 'none' gives [N, C], 'sum' the sum, and 'mean' the sum divided by N, not by N * C.
 
@@ -51,7 +51,7 @@ def sigmoid_focal_loss(
     It is differentiable once with respect to ``input``; the inputs are saved for the backward. It is deterministic.
 
     Raises:
-        ValueError: A shape, type or ``reduction`` does not fit. The message names the argument.
+        ValueError: A shape, type, ``alpha`` or ``reduction`` does not fit. The message names the argument.
 
     Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
