@@ -269,7 +269,7 @@ def test_ids_of_any_type(tmp_path):
             r"or Unicode form: 'cafe\\u0301', 'caf\\xe9'",
         ),
         ("STRASSE", "stra\u00dfe", "only in case, spaces, hyphens or Unicode form"),
-        ("traffic_light ", "traffic light", "only in case, spaces, hyphens or Unicode form"),
+        ("traffic_light ", "\u200btraffic light", "only in case, spaces, hyphens or Unicode form"),
     ],
 )
 def test_categories_that_look_like_a_class(tmp_path, name, other, message):
