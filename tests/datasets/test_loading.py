@@ -96,7 +96,6 @@ def test_the_orientation_of_a_file(tmp_path, orientation, suffix):
         assert np.array_equal(LoadImageFromFile().rgb_of(shown, "a"), upright)
     with open_image(path) as image:
         assert sizes_of(image) == (upright.shape[1::-1], (9, 6))
-    assert (upright.shape[:2] == (9, 6)) == (orientation >= 5)
     assert np.array_equal(pixels(load(path, channel_order="rgb")), upright)
     assert np.array_equal(pixels(load(path, *upright.shape[:2], channel_order="rgb")), upright)
     as_stored = load(path, channel_order="rgb", color_type="color_ignore_orientation")

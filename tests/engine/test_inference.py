@@ -21,6 +21,10 @@ from visdet.engine.inference.detector import detect_files
 from visdet.engine.inference.sample_images import image_file_of
 
 NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
+WRAPPED = {
+    "pipeline": None,
+    "datasets": [{"dataset": {"type": "ToyBoxes", "pipeline": [*PIPELINE[:-1], NO_SIZES]}}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,7 @@ def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, 
         ({"test_dataloader__dataset": None}, "has no test_dataloader.dataset"),
         ({"test_dataloader__dataset__pipeline": [{}]}, "test_dataloader cannot be built: .*type"),
         ({"test_dataloader__dataset__pipeline": [*PIPELINE[:-1], NO_SIZES]}, "a sample has no ori_shape"),
-        ({"test_dataloader__dataset__datasets": [{"dataset": {"type": "ToyBoxes"}}]}, "has no pipeline"),
+        ({"test_dataloader__dataset": WRAPPED}, "a sample has no ori_shape"),
         ({"graph": "x"}, "graph must be"),
     ],
 )

@@ -219,7 +219,8 @@ def given_dataset(cfg: Any, split: str) -> dict:
 def datasets_within(config: dict) -> Iterator[dict]:
     """Yield the configs of the data sets in a wrapper of mmengine's, or the config itself if it is of none."""
     given = [*several_of(config, "datasets"), *several_of(config, "dataset")]
-    parts = [part for part in given if isinstance(part, dict)]
+    # A wrapper has no pipeline. What has one may mean something else by these names.
+    parts = [part for part in given if isinstance(part, dict) and not config.get("pipeline")]
     if not parts:
         yield config
     for part in parts:
