@@ -48,6 +48,7 @@ REASONS = {
     "_addmm_activation": "The kernel of a product computes the ReLU after it.",
     "_foreach_lerp_": "Many averages are moved by few kernels.",
     "_foreach_zero_": "Many tensors become zero by few kernels.",
+    "_lazy_graph_module._use_lazy_graph_module": "torch would write the Python of a graph again for each part of it.",
     "_meta_registrations": "Older torch takes a model of any size for one of either even or odd sizes.",
     "_new_shared": "A batch is written to shared memory at once, as torch's own collation does it.",
     "_foreach_norm": "The norms of many tensors take few kernels.",

@@ -18,8 +18,17 @@ _ATEN = torch.ops.aten
 
 
 def in_plain_operators(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with the same results, in which the operators of this module are replaced."""
-    return program.run_decompositions(_FORMULAS)
+    """Return the program, in whose decomposition the operators of this module are replaced, too.
+
+    Each decomposition goes through the whole graph twice, and ``torch.onnx.export`` needs one.
+    """
+    decompose = program.run_decompositions
+
+    def with_formulas(table: dict[Any, Any]) -> ExportedProgram:
+        return decompose({**table, **_FORMULAS})
+
+    program.run_decompositions = with_formulas  # type: ignore[method-assign, assignment]
+    return program
 
 
 def _is_inf(x: Tensor) -> Tensor:
@@ -38,7 +47,7 @@ def _without_nan(
     x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> Any:
     if not x.is_floating_point():
-        return NotImplemented
+        return x.clone()
     limits = torch.finfo(x.dtype)
     x = torch.where(_is_nan(x), 0.0 if nan is None else nan, x)
     x = torch.where(x == math.inf, limits.max if posinf is None else posinf, x)

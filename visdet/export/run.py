@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import visdet
 from visdet.errors import MissingPackageError, check_choice
@@ -50,6 +51,8 @@ def _without_remarks(*names: str) -> Iterator[None]:
 
 
 @_without_remarks("onnxscript", "torch.utils.cpp_extension")
+# torch would write the Python of a whole graph again for each part that it moves.
+@_use_lazy_graph_module(True)
 def export(
     model: nn.Module,
     out: str | Path,
