@@ -26,8 +26,9 @@ TRAINED = {
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_to_compile():
-    """Let AOTInductor leave out the optimisations of the C++ compiler, which take minutes. The numbers stay."""
+    """Let AOTInductor leave out optimisations, vector instructions among them, which take minutes. The numbers stay."""
     torch._inductor.config.aot_inductor.debug_compile = True
+    torch._inductor.config.cpp.vec_isa_ok = False
 
 
 @pytest.fixture(scope="session")
@@ -45,19 +46,22 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """Return the folder of the built examples."""
+def program(tmp_path_factory):
+    """Return a function that builds a program of the examples, and returns its path."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    root, folder = Path(__file__).parents[2], tmp_path_factory.mktemp("programs")
-    configured, built = (
-        subprocess.run(["cmake", *arguments], capture_output=True, text=True)
-        for arguments in (
-            ["-S", root / "examples" / "aoti", "-B", folder, f"-DTORCH={Path(torch.__file__).parent}"],
-            ["--build", folder],
-        )
-    )
+    source, folder = Path(__file__).parents[2] / "examples" / "aoti", tmp_path_factory.mktemp("programs")
+
+    def cmake(*arguments):
+        return subprocess.run(["cmake", *arguments], capture_output=True, text=True)
+
+    configured = cmake("-S", source, "-B", folder, f"-DTORCH={Path(torch.__file__).parent}")
     if "Could NOT find" in configured.stderr:
         pytest.skip("the headers of libjpeg, libpng or OpenSSL are not installed")
-    assert built.returncode == 0, configured.stderr + built.stdout + built.stderr
-    return folder
+
+    def built(name):
+        done = cmake("--build", folder, "--target", name)
+        assert done.returncode == 0, configured.stderr + done.stdout + done.stderr
+        return folder / name
+
+    return built

@@ -9,7 +9,7 @@ from mmengine.registry import init_default_scope
 from visdet.engine.config.build_errors import build_model
 from visdet.engine.config.load import complete_config, load_config
 
-__all__ = ["DEFORMABLE_DETR", "FIXED", "IN_ONNX", "SMALL", "built", "needs"]
+__all__ = ["DEFORMABLE_DETR", "FIXED", "FORMATS", "IN_ONNX", "IN_OPENVINO", "SMALL", "built", "needs"]
 
 DEFORMABLE_DETR = "deformable_detr/deformable-detr_shapes"
 SMALL = {
@@ -44,3 +44,9 @@ def needs(*packages):
 
 
 IN_ONNX = needs("onnx", "onnxscript", "onnxruntime")
+IN_OPENVINO = needs("onnx", "onnxscript", "onnxruntime", "openvino")
+FORMATS = [
+    "pt2",
+    pytest.param("onnx", marks=IN_ONNX),
+    pytest.param("openvino", marks=IN_OPENVINO),
+]

@@ -23,6 +23,13 @@ def package(request, trained, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def detect(program):
+    """Return a function that runs the program."""
+    path, pipes = program("detect"), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return lambda *arguments, **options: subprocess.run([path, *arguments], **(pipes | options))
+
+
 def write_picture(path, mode="RGB", orientation=1):
     colours = np.random.default_rng(0).integers(0, 255, (9, 13, 3), dtype=np.uint8)
     picture = Image.fromarray(colours).resize((400, 275), Image.Resampling.BICUBIC)
@@ -44,12 +51,12 @@ def write_picture(path, mode="RGB", orientation=1):
     ],
 )
 def test_a_program_finds_the_boxes_that_python_finds(
-    programs, package, trained, tmp_path, name, mode, orientation
+    detect, package, trained, tmp_path, name, mode, orientation
 ):
     picture = write_picture(tmp_path / name, mode, orientation)
     detector = init_detector(*trained)
     expected = detector(str(picture), score_threshold=0.0)
-    found = subprocess.run([programs / "detect", package, picture, "0"], capture_output=True, text=True)
+    found = detect(package, picture, "0")
     assert found.returncode == 0, found.stderr
     lines = [line.split() for line in found.stdout.splitlines()]
     scores, boxes = expected.scores.numpy(), expected.boxes.numpy()
@@ -63,7 +70,7 @@ def test_a_program_finds_the_boxes_that_python_finds(
     for index in np.flatnonzero(apart):
         assert lines[index][0] == expected.classes[expected.labels[index]]
         assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.02)
-    kept = subprocess.run([programs / "detect", package, picture], capture_output=True, text=True)
+    kept = detect(package, picture)
     assert (
         len(kept.stdout.splitlines()) == len(detector(str(picture))) < 100
     )  # by the thresholds of model.json
@@ -71,10 +78,9 @@ def test_a_program_finds_the_boxes_that_python_finds(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_package_is_given_what_it_was_made_for(programs, package, tmp_path):
+def test_a_package_is_given_what_it_was_made_for(detect, package, tmp_path):
     def error(*arguments, **options):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run([programs / "detect", *arguments], **(pipes | options))
+        done = detect(*arguments, **options)
         assert done.returncode == 1 and not done.stdout
         return done.stderr
 
@@ -105,9 +111,9 @@ def test_a_package_is_given_what_it_was_made_for(programs, package, tmp_path):
     assert error(tmp_path / "other", path) == f"detect: {tmp_path / 'other'} lacks model.json\n"
 
 
-def test_errors_name_what_is_wrong(programs, tmp_path):
+def test_errors_name_what_is_wrong(detect, tmp_path):
     def error(*arguments):
-        done = subprocess.run([programs / "detect", *arguments], capture_output=True, text=True)
+        done = detect(*arguments)
         return done.returncode, done.stderr
 
     assert error() == (1, "detect: usage: detect FOLDER PICTURE [SCORE]\n")

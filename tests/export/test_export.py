@@ -10,7 +10,8 @@ from gaussian_field import LearnableGaussianField
 from programs import run_python
 
 import visdet
-from tests.export.small_models import DEFORMABLE_DETR, FIXED, IN_ONNX, SMALL, built, needs
+from tests.export import small_models
+from tests.export.small_models import DEFORMABLE_DETR, FIXED, IN_ONNX, IN_OPENVINO, SMALL, built
 from visdet.errors import MissingPackageError
 from visdet.export import ExportError
 from visdet.export.check import Differences, compare
@@ -85,9 +86,9 @@ def test_a_program_needs_the_operators_alone(exported):
 @pytest.mark.parametrize(
     ("variant", "format", "options"),
     [
-        pytest.param("two stages", "openvino", {}, marks=needs("onnx", "onnxscript", "openvino")),
+        pytest.param("two stages", "openvino", {}, marks=IN_OPENVINO),
         pytest.param("one stage", "onnx", {"precision": "float16", **FIXED}, marks=IN_ONNX),
-        pytest.param("rotated", "openvino", FIXED, marks=needs("onnx", "onnxscript", "openvino")),
+        pytest.param("rotated", "openvino", FIXED, marks=IN_OPENVINO),
     ],
 )
 def test_standard_operators_alone(tmp_path, variant, format, options):
@@ -109,7 +110,7 @@ def test_standard_operators_alone(tmp_path, variant, format, options):
 
 
 @pytest.mark.slow
-@needs("onnx", "onnxscript", "onnxruntime")
+@IN_ONNX
 def test_convolutions_of_features_alone_are_in_int8(tmp_path):
     import onnx
 
@@ -166,7 +167,7 @@ class _Sampled(torch.nn.Module):
         return (torch.nn.functional.grid_sample(maps, points, align_corners=False).softmax(-1),)
 
 
-@needs("onnx", "onnxscript", "openvino")
+@IN_OPENVINO
 def test_an_openvino_file_says_what_is_in_bfloat16(tmp_path):
     import openvino
 
@@ -190,15 +191,7 @@ def test_an_openvino_file_says_what_is_in_bfloat16(tmp_path):
     torch.testing.assert_close(torch.from_numpy(found[0]), module(*inputs.values())[0], rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize(
-    "format",
-    [
-        "pt2",
-        "aoti",
-        pytest.param("onnx", marks=IN_ONNX),
-        pytest.param("openvino", marks=needs("onnx", "onnxscript", "openvino")),
-    ],
-)
+@pytest.mark.parametrize("format", ["aoti", *small_models.FORMATS])
 def test_the_field(tmp_path, format):
     report = visdet.export(LearnableGaussianField(50, tolerance=1e-6), tmp_path, format)
     assert report["differences"]["outputs"]["field"]["largest"] < 1e-5

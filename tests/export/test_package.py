@@ -10,16 +10,10 @@ import torch
 from gaussian_field import LearnableGaussianField
 
 import visdet
-from tests.export.small_models import IN_ONNX, needs
+from tests.export.small_models import FORMATS, needs
 from visdet.errors import UserError
 from visdet.export import ExportError
 from visdet.export.formats import aoti, pt2
-
-FORMATS = [
-    "pt2",
-    pytest.param("onnx", marks=IN_ONNX),
-    pytest.param("openvino", marks=[IN_ONNX, needs("openvino")]),
-]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from programs import run_python
 from torchvision.transforms.v2 import functional as F
 
 import visdet
-from tests.export.small_models import IN_ONNX, needs
+from tests.export.small_models import FORMATS
 from visdet import init_detector
 from visdet.export import ExportError, from_config, run
 from visdet.export.families.pictures import Steps, resampled
@@ -56,14 +56,7 @@ def pictures(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "format",
-    [
-        "pt2",
-        pytest.param("onnx", marks=IN_ONNX),
-        pytest.param("openvino", marks=[IN_ONNX, needs("openvino")]),
-    ],
-)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_path):
     report = export_config(*trained, tmp_path, format=format, shape=(160, 160), data=str(pictures[0].parent))
     assert report["checked"] and report["data"]["differences"]["inputs"] == len(PICTURES)
