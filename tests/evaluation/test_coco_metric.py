@@ -311,6 +311,8 @@ def test_images_that_do_not_fit_the_file(tmp_path, monkeypatch):
     metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 9, 9], 0.9)]})
     assert metrics["coco/bbox_mAP"] == 1.0  # of the one image that was evaluated
     assert len(messages) == 1 and "2 of the 3 images" in messages[0] and "a.json" in messages[0]
+    concatenated((0, "0.png", 0), (1, "a/7.jpg", 0), (2, None, 0), ann_file=ann_file)
+    assert len(messages) == 2 and "image 1 of " in messages[1] and "is 1.jpg, but that of the" in messages[1]
     with pytest.raises(ValueError, match=r"a\.json does not have 2 of the 3 evaluated images: ids 8, 9"):
         evaluate(ann_file, {0: [], 9: [], 8: []})
 

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -312,7 +313,16 @@ class CocoMetric(BaseMetric):
         truth: list[list[dict]] = [[] for _ in results]
         number_of = {result["img_id"]: number for number, result in enumerate(results)}
         content = self._content
-        self._check_images(set(number_of), {image["id"] for image in content["images"]})
+        name_of = {image["id"]: image["file_name"] for image in content["images"]}
+        self._check_images(set(number_of), set(name_of))
+        for number, result in zip(number_of, results, strict=True):
+            path = result["img_path"]
+            if path is not None and PurePath(path).stem != PurePath(name_of[number]).stem:
+                self._warn(
+                    f"image {number!r} of {self._ann_file} is {name_of[number]}, but that of the data set {path}. "
+                    "Evaluator and data set must name the same file, or the values mean nothing"
+                )
+                break
         for row in content["annotations"]:
             label = self._label_of_category.get(row["category_id"])
             image = number_of.get(row["image_id"])
@@ -332,12 +342,12 @@ class CocoMetric(BaseMetric):
                 f"name the same file" + (f"; an image is {hint}" if hint else "")
             )
         if evaluated != in_file:
-            print_log(
-                f"{owner}: {len(in_file - evaluated)} of the {len(in_file)} images of "
-                f"{path} were not evaluated and do not count",
-                logger="current",
-                level=logging.WARNING,
+            self._warn(
+                f"{len(in_file - evaluated)} of the {len(in_file)} images of {path} were not evaluated and do not count"
             )
+
+    def _warn(self, message: str) -> None:
+        print_log(f"{type(self).__name__}: {message}", logger="current", level=logging.WARNING)
 
     def _write(self, detections: Iterable[dict]) -> None:
         """Write the detections of classes that ``ann_file``, or else the data set, has, with their category ids."""
@@ -345,8 +355,11 @@ class CocoMetric(BaseMetric):
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
         if self._ann_file is not None:
             number_of = {label: number for number, label in self._label_of_category.items()}
-        known = [row for row in detections if number_of.get(row["category_id"]) is not None]
-        rows = [{**row, "category_id": number_of[row["category_id"]]} for row in known]
+        rows = []
+        for row in detections:
+            number = number_of.get(row["category_id"])
+            if number is not None:
+                rows.append({**row, "category_id": number})
         path = f"{self.outfile_prefix}.bbox.json"
         write_atomically(path, json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
