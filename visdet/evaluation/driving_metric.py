@@ -75,8 +75,8 @@ class DrivingMetric(BaseMetric):
             missing = [key for key in self.true_keys if key not in sample]
             if missing:
                 raise InvalidInputError(
-                    f"{name} has no {', '.join(missing)}; the data set needs test_mode=True, and the test pipeline "
-                    "must keep them"
+                    f"{name} has no {', '.join(missing)}; the data set needs test_mode=True and labels of "
+                    "every frame, and the test pipeline must keep them"
                 )
             missing = [key for key in self.predicted_keys if key not in prediction]
             if missing:

@@ -67,16 +67,18 @@ def test_frozen_perception_needs_motion():
         MODELS.build(tiny_config(freeze_perception=True))
 
 
-@pytest.mark.parametrize("name", ["gt_ego_fut_cmd", "gt_ego_fut_trajs", "gt_ego_fut_masks", "ego_status"])
+@pytest.mark.parametrize(
+    "name", ["gt_ego_fut_cmd", "gt_ego_fut_trajs", "gt_ego_fut_masks", "ego_status", "gt_labels_3d"]
+)
 def test_a_sample_without_what_the_planner_needs_is_refused(name):
     images, samples = motion_frame([0.0, 0.0])
     for sample in samples:
         delattr(sample, name)
     model = tiny_stage2()
-    with pytest.raises(ValueError, match=f"data_samples must have {name}, which the planner needs"):
+    with pytest.raises(ValueError, match=f"data_samples must have {name}, which the model needs"):
         model.train()(images, samples, mode="loss")
     if name == "gt_ego_fut_cmd":
-        with pytest.raises(ValueError, match=f"data_samples must have {name}, which the planner needs"):
+        with pytest.raises(ValueError, match=f"data_samples must have {name}, which the model needs"):
             model.eval()(images, samples, mode="predict")
 
 

@@ -253,7 +253,7 @@ def test_errors_say_what_is_wrong():
     for call, message in (
         (
             lambda: model(images.expand(2, -1, -1, -1, -1), [data[0], other]),
-            r"must all have gt_labels_3d; samples \[1\] do not",
+            r"must all have gt_labels_3d; frames \[.+\] do not",
         ),
         (lambda: SparseDrive({}, {}, train_cfg={"a": 1}), "SparseDrive: train_cfg must be None"),
         (

@@ -77,9 +77,9 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
                 names[name] = None
     batch: dict[str, Any] = {}
     for name in names:
-        lacking = [index for index, sample in enumerate(data_samples) if name not in sample]
+        lacking = [sample.get("token") for sample in data_samples if name not in sample]
         if lacking:
-            raise InvalidInputError(f"data_samples must all have {name}; samples {lacking} do not")
+            raise InvalidInputError(f"data_samples must all have {name}; frames {lacking} do not")
         values = [sample.get(name) for sample in data_samples]
         if name in _STACKED:
             batch[name] = torch.stack(values)
@@ -110,13 +110,15 @@ def index_of_command(data: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def field_of(data: dict[str, Any], name: str) -> Any:
-    """Return a field of a batch that the planner needs.
+    """Return a field of a batch that a head needs.
 
     Raises:
         InvalidInputError: the samples do not have it.
     """
     if name not in data:
+        tokens = [frame.get("token") for frame in data.get("img_metas", ())]
         raise InvalidInputError(
-            f"data_samples must have {name}, which the planner needs; they have {sorted(data)}"
+            f"data_samples must have {name}, which the model needs; they have {sorted(data)} in frames {tokens}. Leave "
+            "frames without it out of the info file"
         )
     return data[name]

@@ -17,6 +17,7 @@ from ..transfer import to_device
 from .boxes.box3d_target import DenoisingQueries
 from .heads_of_tasks import HeadOfTasks
 from .instance_operations import InstanceOperations
+from .sample_batch import field_of
 from .sparse4d_loss import Sparse4DLoss
 from .temporal.frame_clock import FrameStep
 from .temporal.instance_bank import InstanceBankState
@@ -201,7 +202,7 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         key = self.gt_id_key
         if all(key in sample for sample in samples):
             ids = [torch.as_tensor(sample[key]).cpu() for sample in samples]
-        labels = [row.cpu() for row in metas[self.gt_cls_key]]
+        labels = [row.cpu() for row in field_of(metas, self.gt_cls_key)]
         boxes = [row.cpu() for row in metas[self.gt_reg_key]]
         device = self.instance_bank.anchor.device
         queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")

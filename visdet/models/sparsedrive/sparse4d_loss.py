@@ -12,6 +12,7 @@ from visdet.errors import InvalidInputError
 from ..layers.precision import without_autocast
 from ..transfer import constants_on
 from .base_target import Assignment, InstanceTargets, PaddedInstances, PairCosts
+from .sample_batch import field_of
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Sparse4DLoss:
             InvalidInputError: a label on the host is not a class of the refinement layers.
         """
         key = self.gt_cls_key
-        given = data[key]
+        given = field_of(data, key)
         classes: Any = self.num_classes
         for index, labels in enumerate(given):
             # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that

@@ -34,7 +34,7 @@ class MotionPlanningLoss:
 
     def ground_truth(self, data: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the future steps [B, N, T, 2] of the boxes of a batch and their masks [B, N, T] on the device."""
-        futures = (data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"])
+        futures = (field_of(data, "gt_agent_fut_trajs"), data["gt_agent_fut_masks"])
         steps, masks = (padded_rows([row.cpu().float() for row in rows], device) for rows in futures)
         return steps, masks
 
