@@ -91,9 +91,9 @@ def _places(boxes: np.ndarray, projections: list[np.ndarray], size: tuple[int, i
         pixels, depth = found[:, :2], found[:, 2:]  # The pixels are multiplied by the depth, as the size is.
         is_seen |= ((pixels >= 0) & (pixels <= depth * size)).all(axis=1)
     moving = boxes[np.linalg.norm(boxes[:, 7:], axis=1) >= _MOVING_M_S]
-    direction = np.arctan2(moving[:, 8], moving[:, 7])
-    is_turned = np.abs(wrap_angle(moving[:, 6] - direction)) > _TURNED
-    is_wide = moving[:, 4] > moving[:, 3]
+    _, _, _, length, width, _, yaw, vx, vy = moving.T
+    is_turned = np.abs(wrap_angle(yaw - np.arctan2(vy, vx))) > _TURNED
+    is_wide = width > length
     return {
         "all": len(boxes),
         "unseen": np.sum(~is_seen),
