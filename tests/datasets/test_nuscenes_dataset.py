@@ -47,7 +47,8 @@ def changed(infos, index, **values):
 
 
 def test_a_record(dataset_of, infos):
-    record, info = dataset_of(infos)[5], infos[5]
+    dataset = dataset_of(infos, classes=None, metainfo={"classes": DRIVING_CLASSES})
+    record, info = dataset[5], infos[5]
     assert record["token"] == info["token"] and record["timestamp"] == info["timestamp"] / 1e6
     mask = info["num_lidar_pts"] > 0
     assert 0 < mask.sum() < len(mask)

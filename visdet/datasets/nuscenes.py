@@ -68,7 +68,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         keep_consistent_seq_aug: use one augmentation for a whole sequence.
         modality, version, det3d_eval_version, track3d_eval_version, vis_score_threshold, work_dir, eval_config:
             accepted for published configs, without effect. Metrics are configured in ``val_evaluator``.
-        metainfo: entries that replace or extend the data set's ``metainfo``.
+        metainfo: entries that replace or extend the data set's ``metainfo``. Its ``classes`` and ``map_classes`` are
+            the names of the labels, unless these are given.
 
     Raises:
         FileNotFoundError: the info file does not exist.
@@ -120,8 +121,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.data_aug_conf = data_aug_conf
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
-        self.CLASSES = tuple(classes or self.METAINFO["classes"])
-        self.MAP_CLASSES = tuple(map_classes or self.METAINFO["map_classes"])
+        given = self.METAINFO | (metainfo or {})
+        self.CLASSES = tuple(classes or given["classes"])
+        self.MAP_CLASSES = tuple(map_classes or given["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._warned_about: set[str] = set()
         with where_to_get(_where_from(ann_file, data_root)):
@@ -135,10 +137,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._camera_names = tuple(first["cams"])
         self._cameras(first)
         self.metainfo = {
+            "version": self.metadata.get("version"),
+            **given,
             "classes": self.CLASSES,
             "map_classes": self.MAP_CLASSES,
-            "version": self.metadata.get("version"),
-            **(metainfo or {}),
         }
         self.pipeline = composed(pipeline or [])
         if with_seq_flag:
