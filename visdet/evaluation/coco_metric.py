@@ -313,13 +313,13 @@ class CocoMetric(BaseMetric):
         truth: list[list[dict]] = [[] for _ in results]
         number_of = {result["img_id"]: number for number, result in enumerate(results)}
         content = self._content
-        name_of = {image["id"]: image["file_name"] for image in content["images"]}
+        name_of = {image["id"]: image.get("file_name") for image in content["images"]}
         self._check_images(set(number_of), set(name_of))
         for number, result in zip(number_of, results, strict=True):
-            path = result["img_path"]
-            if path is not None and PurePath(path).stem != PurePath(name_of[number]).stem:
+            path, name = result["img_path"], name_of[number]
+            if path and name and PurePath(path).stem != PurePath(name).stem:
                 self._warn(
-                    f"image {number!r} of {self._ann_file} is {name_of[number]}, but that of the data set {path}. "
+                    f"image {number!r} of {self._ann_file} is {name}, but that of the data set {path}. "
                     "Evaluator and data set must name the same file, or the values mean nothing"
                 )
                 break
