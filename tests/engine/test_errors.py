@@ -78,6 +78,15 @@ def test_data_sets_of_a_run_name_the_same_classes(tmp_path):
         assert part in message
 
 
+def test_data_sets_of_a_run_have_one_order_of_channels(tmp_path):
+    train, val = (
+        coco_dataset(tmp_path, [{"type": "LoadImageFromFile", "channel_order": order}])
+        for order in ("bgr", "rgb")
+    )
+    message = explained(tmp_path, train_dataloader__dataset=train, val_dataloader__dataset=val)
+    assert "'bgr': 'train_dataloader.dataset', 'rgb': 'val_dataloader.dataset'" in message
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", ["AttributeError", "KeyError", "ValueError"])
 def test_a_bug_in_a_users_transform_keeps_its_traceback(tmp_path, error, num_workers):

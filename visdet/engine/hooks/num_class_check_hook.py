@@ -19,12 +19,12 @@ _ADVICE = ". Set model.{head}.num_classes={count}, or name the classes to train 
 class NumClassCheckHook(Hook):
     """Compares the ``num_classes`` of the model's heads with the classes of every data set before a run starts.
 
-    The data sets of one run must also have the same classes in the same order. Driving models must also fit the cameras
-    and the keys of the data sets; see :func:`check_driving_data`.
+    The data sets of one run must also have the same classes in the same order, and one order of the images' channels.
+    Driving models must also fit the cameras and the keys of the data sets; see :func:`check_driving_data`.
 
     Raises:
-        ConfigError: the number of classes of a head and a data set differ, or the classes of two data sets differ. The
-            message names them and what differs.
+        ConfigError: the number of classes of a head and a data set differ, or the classes or the orders of channels of
+            two data sets do. The message names them and what differs.
 
     Source: the name is that of mmdet's hook, which checks at the start of every epoch instead.
     """
@@ -33,18 +33,28 @@ class NumClassCheckHook(Hook):
         """Check the data sets of the loops that have been built."""
         model = unwrapped(runner.model)
         lists = {}
+        channel_orders = {}
         for loader_name in ("train", "val", "test"):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
                 section = f"{loader_name}_dataloader"
                 dataset = loop.dataloader.dataset
                 check_driving_data(model, section, dataset)
+                steps = getattr(getattr(dataset, "pipeline", None), "transforms", ())
+                for step in steps:
+                    if hasattr(step, "channel_order"):
+                        channel_orders[step.channel_order] = f"{section}.dataset"
                 classes = (getattr(dataset, "metainfo", None) or {}).get("classes")
                 if classes is not None:
                     lists[section] = tuple(classes)
                     check_heads(model, classes, f"{section}.dataset ({type(dataset).__name__}) has", _ADVICE)
         if lists:
             _compare_lists(lists)
+        if len(channel_orders) > 1:
+            raise ConfigError(
+                f"the channels of the images differ: {channel_orders}. Give LoadImageFromFile the same channel_order "
+                "in all pipelines"
+            )
 
 
 def _compare_lists(lists: dict[str, tuple[str, ...]]) -> None:
