@@ -317,9 +317,6 @@ def test_integer_boxes_keep_their_scores(suppress):
     dets, keep = suppress(boxes, scores, *rest)
     expected, expected_keep = suppress(boxes.float(), scores, *rest)
     assert torch.equal(dets, expected) and torch.equal(keep, expected_keep)
-    if suppress is soft_nms:
-        arrays = soft_nms(boxes.numpy(), scores.numpy(), 0.5)
-        assert torch.equal(torch.from_numpy(arrays[0]), expected)
 
 
 def test_the_selection_is_differentiable():
@@ -427,21 +424,21 @@ REFUSED = [
 
 
 def test_overlaps_by_hand():
-    first, none, of_first = BOXES[:1], torch.zeros(0, 4), torch.tensor([[1, 1 / 3, 0.9, 0]])
+    first, of_first = BOXES[:1], torch.tensor([[1, 1 / 3, 0.9, 0]])
     assert_close(bbox_overlaps(first, BOXES), of_first)
     assert_close(bbox_overlaps(BOXES, first, "iof")[:, 0], torch.tensor([1, 0.5, 1, 0]))
     assert_close(bbox_overlaps(BOXES[:2], BOXES[1:3], aligned=True), torch.tensor([1 / 3, 45 / 145]))
     assert_close(bbox_overlaps(first.long(), BOXES.long()), of_first)
     one = torch.tensor([[0.0, 0, 1, 1]])
     assert bbox_overlaps(one, one + torch.tensor([1.0, 0, 1, 0]), offset=1).item() == pytest.approx(2 / 6)
-    assert bbox_overlaps(none, BOXES).shape == (0, 4)
-    assert bbox_overlaps(none, none, aligned=True).shape == (0,)
 
 
 @pytest.mark.parametrize("M, N, aligned", [(0, 2, False), (2, 0, False), (0, 0, False), (0, 0, True)])
 def test_overlaps_of_no_boxes_have_a_gradient(M, N, aligned):
     boxes = [torch.full((count, 4), torch.nan, requires_grad=True) for count in (M, N)]
-    bbox_overlaps(*boxes, aligned=aligned).sum().backward()
+    overlaps = bbox_overlaps(*boxes, aligned=aligned)
+    assert overlaps.shape == (M, N)[: 2 - aligned]
+    overlaps.sum().backward()
     assert all(torch.equal(given.grad, torch.zeros_like(given)) for given in boxes)
 
 
