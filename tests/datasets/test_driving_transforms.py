@@ -221,8 +221,14 @@ def test_map_lines_are_cut_to_the_region(options):
         assert (np.abs(line) <= [15.001, 30.001]).all()
     high = T.VectorizeMap((30, 60), False, coords_dim=3, simplify=True)
     climb = np.array([[0.0, -60.0, 0.0], [0.0, 60.0, 12.0]])
-    (line,) = high({"map_annos": {1: [climb]}})["vectors"]
-    assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
+    turned = {
+        "map_annos": {1: [climb]},
+        "aug_config": {"rotate_3d": 2 * np.pi},
+        "lidar2img": [],
+        "lidar2global": np.eye(4),
+    }
+    (line,) = high(T.BBoxRotation()(turned))["vectors"]
+    assert_allclose(line, [[0, -30, 3], [0, 30, 9]], atol=1e-6)
 
 
 def test_photometric_distortion_keeps_bytes_and_changes_colours():

@@ -63,7 +63,7 @@ class BBoxRotation(BaseTransform):
         if "map_annos" in results:
             turned = {}
             for label, lines in results["map_annos"].items():
-                turned[label] = [line[:, :2] @ turn_xy for line in lines]
+                turned[label] = [np.hstack([line[:, :2] @ turn_xy, line[:, 2:]]) for line in lines]
             results["map_annos"] = turned
         if "points" in results:
             places = results["points"][:, :2]
@@ -188,7 +188,7 @@ class VectorizeMap(BaseTransform):
                     lines.append(self._vectorize(part))
         numbers = np.array(labels, dtype=np.int64)
         if self.permute:
-            shape = (-1, 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
+            shape = (len(lines), 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
             orders = [closed_orders(line) if is_closed(line) else open_orders(line) for line in lines]
             results["gt_map_labels"] = numbers
             results["gt_map_pts"] = np.array(orders, dtype=np.float32).reshape(shape)
