@@ -30,6 +30,17 @@ def detect(program):
     return lambda *arguments, **options: subprocess.run([path, *arguments], **(pipes | options))
 
 
+@pytest.fixture(scope="module")
+def detector(trained):
+    return init_detector(*trained)
+
+
+def error(done):
+    """Return what a program that has failed said."""
+    assert done.returncode == 1 and not done.stdout
+    return done.stderr
+
+
 def write_picture(path, mode="RGB", orientation=1):
     colours = np.random.default_rng(0).integers(0, 255, (9, 13, 3), dtype=np.uint8)
     picture = Image.fromarray(colours).resize((400, 275), Image.Resampling.BICUBIC)
@@ -51,10 +62,9 @@ def write_picture(path, mode="RGB", orientation=1):
     ],
 )
 def test_a_program_finds_the_boxes_that_python_finds(
-    detect, package, trained, tmp_path, name, mode, orientation
+    detect, package, detector, tmp_path, name, mode, orientation
 ):
     picture = write_picture(tmp_path / name, mode, orientation)
-    detector = init_detector(*trained)
     expected = detector(str(picture), score_threshold=0.0)
     found = detect(package, picture, "0")
     assert found.returncode == 0, found.stderr
@@ -79,11 +89,6 @@ def test_a_program_finds_the_boxes_that_python_finds(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_package_is_given_what_it_was_made_for(detect, package, tmp_path):
-    def error(*arguments, **options):
-        done = detect(*arguments, **options)
-        assert done.returncode == 1 and not done.stdout
-        return done.stderr
-
     run = aoti.load(package)
     picture = torch.zeros(128, 160, 3, dtype=torch.uint8)
     # Inputs are of the CPU, also those of a package of CUDA.
@@ -99,27 +104,21 @@ def test_a_package_is_given_what_it_was_made_for(detect, package, tmp_path):
         path = write_picture(tmp_path / name)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
-        assert message in error(package, path)
+        assert message in error(detect(package, path))
     path.write_bytes(content)
     with open("/dev/full", "w") as full:
-        assert error(package, path, "0", stdout=full) == "detect: cannot write the output\n"
+        assert error(detect(package, path, "0", stdout=full)) == "detect: cannot write the output\n"
     shutil.copytree(package, tmp_path / "other")
     with open(tmp_path / "other" / "model.pt2", "ab") as model:
         model.write(b"x")
-    assert "is not the file that model.json describes" in error(tmp_path / "other", path)
+    assert "is not the file that model.json describes" in error(detect(tmp_path / "other", path))
     (tmp_path / "other" / "model.json").unlink()
-    assert error(tmp_path / "other", path) == f"detect: {tmp_path / 'other'} lacks model.json\n"
+    assert error(detect(tmp_path / "other", path)) == f"detect: {tmp_path / 'other'} lacks model.json\n"
 
 
 def test_errors_name_what_is_wrong(detect, tmp_path):
-    def error(*arguments):
-        done = detect(*arguments)
-        return done.returncode, done.stderr
-
-    assert error() == (1, "detect: usage: detect FOLDER PICTURE [SCORE]\n")
-    assert error(tmp_path, tmp_path / "a.jpg") == (1, f"detect: {tmp_path} lacks model.pt2\n")
+    assert error(detect()) == "detect: usage: detect FOLDER PICTURE [SCORE]\n"
+    assert error(detect(tmp_path, tmp_path / "a.jpg")) == f"detect: {tmp_path} lacks model.pt2\n"
     for score in ("much", "0.3x", "nan", ""):
-        assert error(tmp_path, tmp_path / "a.jpg", score) == (
-            1,
-            f"detect: SCORE must be a number, got {score}\n",
-        )
+        message = error(detect(tmp_path, tmp_path / "a.jpg", score))
+        assert message == f"detect: SCORE must be a number, got {score}\n"
