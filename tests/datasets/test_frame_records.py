@@ -75,7 +75,7 @@ FAULTS = [
             "gt_boxes": np.ones((2, 8)),
             "gt_names": np.array(["car"]),
             "gt_velocity": np.full((2, 2), np.inf),
-            "gt_attributes": np.zeros((2, 3)),
+            "gt_attributes": np.array([b"car", b"deer"]),
             "instance_inds": np.array([1.5, 2.0]),
             "num_lidar_pts": np.array(["3", "4"]),
             "num_radar_pts": np.array([1, 2, 3]),

@@ -85,10 +85,12 @@ class Key:
         except ValueError:  # lists of unequal lengths
             return None
         with np.errstate(invalid="ignore"):
-            is_number = array.dtype.kind in "biuf"
+            kind = array.dtype.kind
+            is_number = kind in "biuf"
             is_empty = not array.size
             converted = array.astype(dtype) if is_number or is_empty else array
-        is_same = is_number != (dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
+        has_kind = kind == "U" if dtype is str else is_number
+        is_same = has_kind and np.array_equal(converted, array, equal_nan=is_number)
         for shape in map(_sizes_in, self.shapes.split(" or ")):
             if "n" in shape and is_empty and not sizes.get("n"):  # That of no boxes may have any shape.
                 sizes["n"] = 0
