@@ -69,19 +69,21 @@ def test_amp_training_learns_and_stays_near_float32(tmp_path):
     runner.train()
     assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
     full = train(tmp_path / "float32", train_cfg__max_iters=30)
-    assert losses(runner)[30] < 0.8 * losses(runner)[1]
-    assert losses(runner) != losses(full), "the forward pass ran in another precision"
-    assert losses(runner)[1] == pytest.approx(losses(full)[1], rel=0.02)
+    found, expected = losses(runner), losses(full)
+    assert found[30] < 0.8 * found[1]
+    assert found != expected, "the forward pass ran in another precision"
+    assert found[1] == pytest.approx(expected[1], rel=0.02)
 
 
 def test_enable_amp(tmp_path):
     from toy_run import toy_config
 
     cfg = toy_config(tmp_path)
+    wrapper = cfg.optim_wrapper
     enable_amp(cfg)
-    assert cfg.optim_wrapper.type == "AmpOptimWrapper" and cfg.optim_wrapper.optimizer.type == "AdamW"
+    assert wrapper.type == "AmpOptimWrapper" and wrapper.optimizer.type == "AdamW"
     enable_amp(cfg)
-    cfg.optim_wrapper.type = "ApexOptimWrapper"
+    wrapper.type = "ApexOptimWrapper"
     with pytest.raises(ConfigError, match=r"--amp .*'OptimWrapper'.*'ApexOptimWrapper'"):
         enable_amp(cfg)
 

@@ -417,7 +417,6 @@ REFUSED = [
         (1, SCORES[1:], r"scores must be \[4\], got \[3\]"),
         (1, SCORES.double(), "scores must be Float"),
         (2, SCORES, "classes must be int64, got Float"),
-        (2, SCORES[1:].long(), r"classes must be \[4\], got \[3\]"),
         (3, SCORES, "is_candidate must be bool, got Float"),
     ),
 ]
