@@ -46,17 +46,17 @@ def test_chamfer_distance():
     one, other = uniform(2, 4, 2).requires_grad_(), uniform(2, 5, 2, seed=1).requires_grad_()
     expected = ops.chamfer_distance(one, other)
     grads = uniform(2, 4, seed=2), uniform(2, 5, seed=3)
-    wanted = torch.autograd.grad(expected[:2], (one, other), grads)
+    wanted = list(torch.autograd.grad(expected[:2], (one, other), grads))
     outputs = [torch.zeros_like(t) for t in expected]
     points = one.detach(), other.detach()
     mmcv_ext.chamfer_distance_forward(*points, *outputs)
-    found = [torch.zeros_like(one), torch.zeros_like(other)]
+    found = [torch.zeros_like(t) for t in points]
     mmcv_ext.chamfer_distance_backward(*points, *outputs[2:], *grads, *found)
     assert_close(outputs, [t.detach() for t in expected])
-    assert_close(found, list(wanted))
-    found = [torch.zeros_like(one), torch.zeros_like(other)]
+    assert_close(found, wanted)
+    found = [torch.zeros_like(t) for t in points]
     SERVED["chamfer_2d.chamfer_2d"]["backward"](*points, *found, *grads, *outputs[2:])
-    assert_close(found, list(wanted))
+    assert_close(found, wanted)
 
 
 def test_vertices_are_sorted():

@@ -59,7 +59,7 @@ def test_the_first_tensor_that_differs_is_named(tmp_path, stdout, place):
 
 
 def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
-    runs = [tmp_path / "first", tmp_path / "second"]
+    first, second = runs = [tmp_path / "first", tmp_path / "second"]
     for run, end in zip(runs, (7, 12), strict=True):
         schedule = {"type": "ConstantLR", "factor": 0.5, "end": end, "by_epoch": False}
         train(run, param_scheduler=[schedule], default_hooks__checkpoint__save_best=None)
@@ -68,15 +68,15 @@ def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
     said = capsys.readouterr().out
     assert " numbers: first difference in d0.loss_cls at step 10. Scalars are not equal!" in said
     assert re.search(r"^iter_\d+\.pth: first difference in state_dict\.", said, re.M)
-    for path in runs[1].glob("*.pth"):
+    for path in second.glob("*.pth"):
         path.unlink()
-    for log in runs[1].glob("*/vis_data/scalars.json"):
+    for log in second.glob("*/vis_data/scalars.json"):
         log.write_text('{"loss": 1.0, "step": 99}\n')
     assert compare(*runs) == 1
     said = capsys.readouterr()
     assert said.out == "logs: no step in common\n"
     assert re.search(r"no checkpoint has the same name .* has iter_10\.pth.*second has none", said.err)
-    assert compare(runs[0], runs[0] / "iter_10.pth") == 1
+    assert compare(first, first / "iter_10.pth") == 1
     assert "first is a folder; give one of its files: best.pth, iter_10.pth" in capsys.readouterr().err
 
 
