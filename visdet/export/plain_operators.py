@@ -24,8 +24,8 @@ def in_plain_operators(program: ExportedProgram) -> ExportedProgram:
     """
     decompose = program.run_decompositions
 
-    def with_formulas(table: dict[Any, Any]) -> ExportedProgram:
-        return decompose({**table, **_FORMULAS})
+    def with_formulas(decomp_table: dict[Any, Any]) -> ExportedProgram:
+        return decompose({**decomp_table, **_FORMULAS})
 
     program.run_decompositions = with_formulas  # type: ignore[method-assign, assignment]
     return program

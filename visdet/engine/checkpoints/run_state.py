@@ -40,11 +40,8 @@ from .score_thresholds import thresholds_of
 
 # What torch's optimizers remember of each number of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_OF_EARLY_STOPPING = (
-    "monitor",
-    "wait_count",
-    "best_score",
-)  # what mmengine's hook remembers, without a ``state_dict``
+# What mmengine's hook remembers, without a ``state_dict``, and the metric that it is of.
+_OF_EARLY_STOPPING = ("monitor", "wait_count", "best_score")
 _UNFIT = (
     ArithmeticError,
     AssertionError,

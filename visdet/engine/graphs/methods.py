@@ -80,11 +80,12 @@ def share_gradients(graphs: Mapping[str, Any], optim_wrapper: Any) -> None:
 
 def replay_average(graphs: Mapping[str, Any], hooks: Iterable[Hook]) -> None:
     """Let a graph replay visdet's average of the weights, which the first ``EMAHook`` keeps."""
-    average = next((hook.ema_model for hook in hooks if isinstance(hook, EMAHook)), None)
-    if average is None or "average" not in graphs:
+    replay = graphs.get("average")
+    averaging = [hook for hook in hooks if isinstance(hook, EMAHook)]
+    if replay is None or not averaging:
         return
-    replay = graphs["average"]
-    if isinstance(average, ExponentialMovingAverage):
+    average = averaging[0].ema_model
+    if type(average) is ExponentialMovingAverage:
         average.replay = replay
     else:
         replay.tell(f"{type(average).__name__} may do more than visdet's average")
