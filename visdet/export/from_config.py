@@ -5,6 +5,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,9 +96,6 @@ def export_config(
                 return _on_images(init_detector(cfg, path), images, limit, family, run)
             return _metrics(runner, limit.loss, family, run)
 
-        def calibration(family: Family) -> Iterator[Tensors]:
-            return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
-
         check_work_dir(out, "--out")
         return export(
             runner.model.to(device),
@@ -114,9 +112,14 @@ def export_config(
             },
             steps=steps,
             evaluate=evaluate if data else None,
-            calibration=calibration if data and not images else None,
+            calibration=partial(_calibration, runner) if data and not images else None,
             **arguments,
         )
+
+
+def _calibration(runner: Any, family: Family) -> Iterator[Tensors]:
+    """Return the inputs of a few batches, from whose values the ranges of int8 come."""
+    return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
 
 
 def _embedded_steps(
