@@ -1,7 +1,7 @@
 """The update of the parameters, replayed as a CUDA graph."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,11 +29,9 @@ class GraphedUpdate(GraphedCall):
     name = "update"
     what = "the update of the parameters"
 
-    def __init__(self, say: Callable[[str], Any] = print) -> None:
-        super().__init__(say)
-        self._rates: list[Tensor] = []
-        self._values: list[float] = []
-        self._norm: Tensor | None = None  # the norm of the gradients that the graph writes
+    _rates: Sequence[Tensor] = ()  # the learning rates of all groups, on the device
+    _values: Sequence[float] = ()
+    _norm: Tensor | None = None  # the norm of the gradients that the graph writes
 
     def __call__(self, wrapper: OptimWrapper) -> None:
         """Update the parameters."""
@@ -108,7 +106,7 @@ def key_of(wrapper: OptimWrapper) -> Hashable:
 
 
 @contextmanager
-def rates_on_device(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
+def rates_on_device(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
     """Run the block with learning rates and counts of steps on the device, as a graph needs them.
 
     The parameters are in the order of their sizes, because torch's kernels for many tensors take some dozens at a time:
