@@ -156,12 +156,14 @@ def test_filters():
         "instance_inds": np.arange(4),
         "gt_agent_fut_trajs": np.arange(4),
     }
-    kept = T.CircleObjectRangeFilter([5.0, 0.5])(dict(record))
-    assert kept["instance_inds"].tolist() == kept["gt_agent_fut_trajs"].tolist() == [0]
-    kept = T.CircleObjectRangeFilter([50.0])(dict(record))
-    assert kept["instance_inds"].tolist() == [0, 1]
-    assert T.CircleObjectRangeFilter(4.0)(dict(record))["instance_inds"].tolist() == [2]
-    assert T.InstanceNameFilter(["a", "b"])(dict(record))["instance_inds"].tolist() == [0, 1, 2]
+    for keep, expected in (
+        (T.CircleObjectRangeFilter([5.0, 0.5]), [0]),
+        (T.CircleObjectRangeFilter([50.0]), [0, 1]),
+        (T.CircleObjectRangeFilter(4.0), [2]),
+        (T.InstanceNameFilter(["a", "b"]), [0, 1, 2]),
+    ):
+        kept = keep(dict(record))
+        assert kept["instance_inds"].tolist() == kept["gt_agent_fut_trajs"].tolist() == expected
     assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])({"token": "t"})) == {"token": "t"}
     empty = {"gt_bboxes_3d": np.zeros((0, 9)), "gt_labels_3d": np.zeros(0, np.int64)}
     assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])(empty))["gt_bboxes_3d"].shape == (

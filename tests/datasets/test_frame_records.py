@@ -8,7 +8,7 @@ import pytest
 from datasets.own_recording import CAMERAS, NAMES, PAGE, write_recording
 from numpy.testing import assert_array_equal
 
-from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
+from visdet.datasets import NuScenes3DDetTrackDataset, nuscenes, save_infos
 from visdet.datasets.frame_records import CAMERA_KEYS, FRAME_KEYS
 from visdet.datasets.transforms import ResizeCropFlipImage, multi_view
 from visdet.errors import UserError
@@ -169,6 +169,16 @@ def test_without_lidar_no_box_is_left_out_for_lack_of_points(dataset_of, infos, 
         assert len(record["gt_bboxes_3d"]) == 2 and record["pts_filename"] is None
     flagged = with_values(infos, valid_flag=np.array([True, False]), **none)
     assert len(dataset_of(flagged, test_mode=test_mode)[1]["gt_bboxes_3d"]) == 1
+
+
+def test_a_frame_whose_boxes_are_all_left_out_is_told(monkeypatch, dataset_of, infos):
+    said = []
+    monkeypatch.setattr(nuscenes, "print_log", lambda text, **options: said.append(text))
+    for values in ({"gt_names": np.array(["elk", "fox"])}, {"valid_flag": np.zeros(2, bool)}):
+        dataset_of(with_values(infos, **values))[1]
+    names, flags = said
+    assert "none of their gt_names ['elk', 'fox'] is one of the classes" in names
+    assert "none of its 2 boxes is used" in flags
 
 
 def test_valid_flag_must_be_there_if_it_is_asked_for(dataset_of, infos):

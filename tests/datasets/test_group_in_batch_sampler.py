@@ -40,9 +40,12 @@ def played(batches, slot, flag):
     runs = []
     for batch in batches:
         frame = batch[slot]["idx"]
-        if not runs or runs[-1][0] != flag[frame] or frame <= runs[-1][1][-1]:
-            runs.append((int(flag[frame]), []))
-        runs[-1][1].append(frame)
+        number = int(flag[frame])
+        last, frames = runs[-1] if runs else (None, [])
+        if last != number or frame <= frames[-1]:
+            frames = []
+            runs.append((number, frames))
+        frames.append(frame)
     return runs
 
 

@@ -140,9 +140,9 @@ def test_augmentation_limits(dataset_of, infos):
         assert bottom == int(900 * draw["resize"]) and right <= max(704, draw["resize_dims"][0])
         assert abs(draw["rotate"]) <= 5.4 and abs(draw["rotate_3d"]) <= 0.3
     torch.manual_seed(0)
-    one = dataset[0]["aug_config"]
+    one, other = (dataset[0]["aug_config"] for _ in range(2))
     torch.manual_seed(0)
-    assert dataset[0]["aug_config"] == one != dataset[0]["aug_config"]
+    assert dataset[0]["aug_config"] == one != other
     assert dataset[dict(idx=0, aug_config="given")]["aug_config"] == "given"
     test = dataset_of(infos, data_aug_conf=AUGMENTATION, test_mode=True)[0]["aug_config"]
     assert test == dict(

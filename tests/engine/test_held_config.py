@@ -123,10 +123,11 @@ def test_a_config_that_is_given_wins_and_the_difference_is_said(tmp_path, checkp
 
 
 def test_best_and_last_are_always_there(tmp_path):
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "last.pth.partial").symlink_to("gone.pth")  # as a run that was killed leaves it
+    none = tmp_path / "none"
+    none.mkdir()
+    (none / "last.pth.partial").symlink_to("gone.pth")  # as a run that was killed leaves it
     train(
-        tmp_path / "none",
+        none,
         val_cfg=None,
         val_dataloader=None,
         val_evaluator=None,
@@ -134,12 +135,14 @@ def test_best_and_last_are_always_there(tmp_path):
         default_hooks__checkpoint={"type": "CheckpointHook", "interval": 2, "max_keep_ckpts": 1},
     )
     for name in ("best.pth", "last.pth"):
-        assert os.readlink(tmp_path / "none" / name) == "iter_4.pth"
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "last.pth").write_text("of the user")
-    train(tmp_path / "best", train_cfg__max_iters=10)
-    assert os.readlink(tmp_path / "best" / "best.pth") == "best_toy_accuracy_iter_10.pth"
-    assert (tmp_path / "best" / "last.pth").read_text() == "of the user"
+        assert os.readlink(none / name) == "iter_4.pth"
+    best = tmp_path / "best"
+    best.mkdir()
+    last = best / "last.pth"
+    last.write_text("of the user")
+    train(best, train_cfg__max_iters=10)
+    assert os.readlink(best / "best.pth") == "best_toy_accuracy_iter_10.pth"
+    assert last.read_text() == "of the user"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from toy_run import losses, toy_config, toy_runner, train, validations
 
 from visdet.engine import (
     ConfigError,
+    build,
     enable_auto_scale_lr,
 )
 from visdet.engine.data.loaders import build_dataloader
@@ -137,6 +138,16 @@ def test_a_schedule_that_counts_epochs_where_there_are_none_is_refused(tmp_path,
     message = r"param_scheduler \(MultiStepLR\) counts epochs, but train_cfg counts iterations"
     with nullcontext() if is_fine else pytest.raises(ConfigError, match=message):
         train(tmp_path, param_scheduler=[schedule], train_cfg__max_iters=4)
+
+
+def test_milestones_after_the_end_are_told(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(build, "print_log", lambda text, **options: said.append(text))
+    steps = {"type": "MultiStepLR", "by_epoch": False, "milestones": [3, 4]}
+    train(tmp_path, param_scheduler=[steps], train_cfg__max_iters=4)
+    assert said == [
+        "param_scheduler: MultiStepLR never comes to its milestones [4], because the run ends at 4"
+    ]
 
 
 @pytest.mark.parametrize("loader", ["val_dataloader", "test_dataloader"])

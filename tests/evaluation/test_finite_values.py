@@ -17,15 +17,17 @@ def driving_sample(**changes):
     vectors[0] = np.array([[0.0, 0.0], [0.0, 10.0]])
     future = np.empty(6, dtype=object)
     future[:] = [np.zeros((0, 7))] * 6
-    box = [5.0, 5.0, 0.0, 4.0, 2.0, 1.5, 0.0, 0.0, 0.0]
+    boxes = torch.tensor([[5.0, 5.0, 0.0, 4.0, 2.0, 1.5, 0.0, 0.0, 0.0]])
+    labels = torch.tensor([0])
+    scores = torch.tensor([0.9])
     return {
         "token": "t",
         "scene_token": "s",
         "timestamp": 1.0,
         "T_global": np.eye(4),
         "ego2global_translation": np.zeros(3),
-        "gt_bboxes_3d": torch.tensor([box]),
-        "gt_labels_3d": torch.tensor([0]),
+        "gt_bboxes_3d": boxes.clone(),
+        "gt_labels_3d": labels,
         "instance_id": np.array([3]),
         "gt_agent_fut_trajs": torch.zeros(1, 12, 2),
         "gt_agent_fut_masks": torch.ones(1, 12),
@@ -36,11 +38,11 @@ def driving_sample(**changes):
         "vectors": vectors,
         "vector_labels": np.array([1]),
         "pred_instances_3d": {
-            "boxes_3d": torch.tensor([box]),
-            "scores_3d": torch.tensor([0.9]),
-            "labels_3d": torch.tensor([0]),
+            "boxes_3d": boxes.clone(),
+            "scores_3d": scores,
+            "labels_3d": labels,
             "instance_ids": torch.tensor([8]),
-            "cls_scores": torch.tensor([0.9]),
+            "cls_scores": scores,
             "trajs_3d": torch.zeros(1, 6, 12, 2),
         },
         "pred_map": {

@@ -11,6 +11,7 @@ from visdet.evaluation.detection_curves import (
     match_frames,
     mean_errors,
 )
+from visdet.evaluation.nuscenes_metric import NuScenesMetric
 from visdet.structures.poses import turn_about_z
 
 CLASSES = ("car", "pedestrian", "traffic_cone", "barrier")
@@ -112,6 +113,13 @@ def test_ranges():
     assert evaluate(frame)["mAP"] == pytest.approx(np.mean(precision[11:] > 0), abs=1e-9)
     with pytest.raises(ValueError, match="class_range must name bus, got car"):
         evaluate(frame, classes=("bus",), class_range={"car": 1})
+
+
+def test_classes_in_another_order_than_the_labels():
+    metric = NuScenesMetric(classes=("bus", "car"))
+    with pytest.raises(ValueError, match=r"the order of the data set's labels, \['car', 'bus'\], got"):
+        metric.dataset_meta = {"classes": ("car", "bus")}
+    metric.dataset_meta = {"classes": ("Bus", "Car")}
 
 
 def test_boxes_are_compared_in_the_world():

@@ -108,12 +108,13 @@ def test_a_package_is_given_what_it_was_made_for(detect, package, tmp_path):
     path.write_bytes(content)
     with open("/dev/full", "w") as full:
         assert error(detect(package, path, "0", stdout=full)) == "detect: cannot write the output\n"
-    shutil.copytree(package, tmp_path / "other")
-    with open(tmp_path / "other" / "model.pt2", "ab") as model:
+    other = tmp_path / "other"
+    shutil.copytree(package, other)
+    with open(other / "model.pt2", "ab") as model:
         model.write(b"x")
-    assert "is not the file that model.json describes" in error(detect(tmp_path / "other", path))
-    (tmp_path / "other" / "model.json").unlink()
-    assert error(detect(tmp_path / "other", path)) == f"detect: {tmp_path / 'other'} lacks model.json\n"
+    assert "is not the file that model.json describes" in error(detect(other, path))
+    (other / "model.json").unlink()
+    assert error(detect(other, path)) == f"detect: {other} lacks model.json\n"
 
 
 def test_errors_name_what_is_wrong(detect, tmp_path):

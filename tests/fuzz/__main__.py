@@ -58,16 +58,17 @@ class Report:
         self.failed_seeds: dict[str, list[int]] = {}
 
     def add(self, seed: int, outcome: Outcome) -> None:
-        self.kinds[outcome.kind] += 1
+        kind = outcome.kind
+        self.kinds[kind] += 1
         if not outcome.is_failure:
             return
-        seeds = self.failed_seeds.setdefault(outcome.kind, [])
+        seeds = self.failed_seeds.setdefault(kind, [])
         seeds.append(seed)
         if len(seeds) <= SHOWN:
-            print(f"FAILURE ({outcome.kind}) of {self.name}: {outcome.message}")
+            print(f"FAILURE ({kind}) of {self.name}: {outcome.message}")
             print(f"  repeat: {self.command(seed, 1)}", flush=True)
-            if outcome.kind in ("crash", "hang", "CUDA error") and self.chosen.batch > 1:
-                self._confirm(seed, outcome.kind)
+            if kind in ("crash", "hang", "CUDA error") and self.chosen.batch > 1:
+                self._confirm(seed, kind)
 
     def command(self, seed: int, calls: int) -> str:
         text = f"python -m tests.fuzz {self.name} --device {self.chosen.device} --seed {seed}"

@@ -115,13 +115,14 @@ def _results(
     result = reference(**given, steps=steps)
     outputs = result if isinstance(result, tuple) else (result,)
     results = {f"output {i}" if i else "output": output.detach() for i, output in enumerate(outputs)}
-    if wanted and outputs[0].requires_grad:
-        generator = torch.Generator(outputs[0].device).manual_seed(1)
-        signs = torch.randint(0, 2, outputs[0].shape, generator=generator, device=outputs[0].device) * 2 - 1
+    first = outputs[0]
+    if wanted and first.requires_grad:
+        device = first.device
+        generator = torch.Generator(device).manual_seed(1)
+        signs = torch.randint(0, 2, first.shape, generator=generator, device=device) * 2 - 1
         grad_output = found.get("grad_peak", 0.0) * signs.double()
-        gradients = torch.autograd.grad(
-            outputs[0], [given[name] for name in wanted], grad_output, allow_unused=True
-        )
+        inputs = [given[name] for name in wanted]
+        gradients = torch.autograd.grad(first, inputs, grad_output, allow_unused=True)
         for name, gradient in zip(wanted, gradients, strict=True):
             results[name] = torch.zeros_like(given[name]) if gradient is None else gradient
     return results

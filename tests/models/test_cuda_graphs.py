@@ -320,8 +320,9 @@ def test_gradients_of_graphs_add_up_in_one_place(assigns_in_graph):
     wrapper = OwnOptimWrapper(torch.optim.SGD([weight], lr=0.5), accumulative_counts=2)
     memory = SimpleNamespace(replays=0)
     step = RecordedStep(weight, memory, wrapper.gradients, assigns_in_graph=assigns_in_graph)
-    gradient = 2 * weight.detach() * x.square()
-    expected = weight.detach() - 0.5 * (gradient + gradient * 4) / 2
+    values = weight.detach()
+    gradient = 2 * values * x.square()
+    expected = values - 0.5 * (gradient + gradient * 4) / 2
     wrapper.update_params(sum(step(x)[0].values()))
     place = weight.grad.data_ptr()
     assert_close(weight.grad, gradient / 2)

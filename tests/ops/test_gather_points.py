@@ -31,9 +31,10 @@ def _groups(features: Tensor, indices: Tensor) -> Tensor:
 
 def _draw_gathers(draw: Draw) -> Problem:
     problem = _draw_groups(draw)
-    K = problem.arguments["indices"].shape[2]
-    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else draw.index(0, 1, 0, 0)
-    problem.arguments["features"] = problem.arguments["features"][: len(problem.arguments["indices"])]
+    given = problem.arguments
+    indices = given["indices"]
+    given["indices"] = indices = indices[..., 0] if indices.shape[2] else draw.index(0, 1, 0, 0)
+    given["features"] = given["features"][: len(indices)]
     return problem
 
 

@@ -408,6 +408,10 @@ REFUSED = [
         lambda: batched_nms(BOXES, SCORES, torch.zeros(4).long(), dict(type="__import__('os')")),
         "type must be one of",  # It is looked up, and never evaluated.
     ),
+    (
+        lambda: batched_nms(BOXES, SCORES, torch.zeros(4).long(), 0.5),
+        "nms_cfg must be a dict such as {'iou_threshold': 0.5}, got 0.5",
+    ),
     (lambda: register_nms("nms", soft_nms), "is taken"),
     *refusals(
         torch.ops.visdet.nms,

@@ -82,10 +82,10 @@ def succeed(tool: str, *arguments: object, **options) -> str:
 def fail(tool: str, *arguments: object, **options) -> str:
     """Run a tool that must fail with one message and return the message."""
     done = run(tool, *arguments, **options)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.startswith("error: "), done.stderr
-    return done.stderr.removeprefix("error: ")
+    message = done.stderr
+    assert done.returncode == 1, done.stdout + message
+    assert message.startswith("error: ") and "Traceback" not in message, message
+    return message.removeprefix("error: ")
 
 
 def run_here(monkeypatch, capsys, tool: str, *arguments: object) -> tuple[int, str, str]:

@@ -50,9 +50,10 @@ def dcnv3_forward(
     B, H, W, _ = input.shape
     _, Hout, Wout, _ = offset.shape
     wide = wide_type(input)
+    device = input.device
 
     def steps(count: int) -> Tensor:
-        return torch.arange(count, device=input.device, dtype=wide)
+        return torch.arange(count, device=device, dtype=wide)
 
     # The centres of the kernel at the pixels of the output, and the points around each.
     half_w = dilation_w * (kernel_w - 1) // 2
@@ -64,13 +65,13 @@ def dcnv3_forward(
     down = steps(kernel_h) * dilation_h - half_h
     points = torch.cartesian_prod(across, down)
     if remove_center:
-        points = points[torch.arange(len(points), device=input.device) != len(points) // 2]
+        points = points[torch.arange(len(points), device=device) != len(points) // 2]
     moved = points + offset.to(wide).view(B, Hout * Wout, group, -1, 2)
     locations = (centers + moved * offset_scale + 0.5) / moved.new_tensor([W, H])
     out = ops.ms_deform_attn(
         input.reshape(B, H * W, group, group_channels),
-        torch.tensor([[H, W]], device=input.device),
-        torch.zeros(1, dtype=torch.int64, device=input.device),
+        torch.tensor([[H, W]], device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
         locations[:, :, :, None],
         mask.to(wide).view(B, Hout * Wout, group, 1, -1),
     )

@@ -260,9 +260,10 @@ def _attend(
     causal: bool,
     is_causal_to_end: bool,
 ) -> Tensor:
-    if k.shape[1] == 0:
+    shape = k.shape
+    if shape[1] == 0:
         return q * 0
-    is_square = causal and lengths is None and q.shape[1] == k.shape[1]
+    is_square = causal and lengths is None and q.shape[1] == shape[1]
     visible = None if is_square else _visible(q, k, lengths, causal, is_causal_to_end)
     has_key = None
     if visible is not None:  # The softmax of a query that sees no key is not defined.
@@ -276,7 +277,7 @@ def _attend(
         dropout_p,
         is_causal=is_square,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=q.shape[2] != shape[2],
     )
     return (out if has_key is None else torch.where(has_key, out, 0)).transpose(1, 2)
 
@@ -293,10 +294,11 @@ def _visible(
         return None
     Sq = q.shape[1]
     Sk = k.shape[1]
-    key = torch.arange(Sk, device=q.device)
-    num_q, num_k = lengths or (torch.tensor([Sq], device=q.device), torch.tensor([Sk], device=q.device))
+    device = q.device
+    key = torch.arange(Sk, device=device)
+    num_q, num_k = lengths or (torch.tensor([Sq], device=device), torch.tensor([Sk], device=device))
     # The key at the place of each query.
-    place = torch.arange(Sq, device=q.device)[:, None]
+    place = torch.arange(Sq, device=device)[:, None]
     if is_causal_to_end:
         place = place + (num_k - num_q)[:, None, None]
     visible = (key < num_k[:, None, None]).expand(-1, Sq, -1)

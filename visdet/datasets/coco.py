@@ -169,17 +169,18 @@ class CocoDataset(BaseDataset):
 
         mmengine's does not check what ``filter_data`` of a subclass has left.
         """
+        indices = self._indices
         if self._fully_initialized:
             return
         self.data_list = self.load_data_list()
         num_in_file = len(self.data_list)
         self.data_list = self.filter_data()
-        if self._indices is not None:
-            self.data_list = self._get_unserialized_subset(self._indices)
+        if indices is not None:
+            self.data_list = self._get_unserialized_subset(indices)
         if not self.data_list:
             raise InvalidInputError(
                 f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
-                f"(filter_cfg={self.filter_cfg}, indices={self._indices})"
+                f"(filter_cfg={self.filter_cfg}, indices={indices})"
             )
         self._check_image_files()
         if self.serialize_data:

@@ -51,8 +51,9 @@ class Key:
         Raises:
             InvalidInputError: it is missing, has another type or shape, or is not finite.
         """
-        name = f"{where}: {self.name}{of}"
-        value = record.get(self.name)
+        own_name = self.name
+        name = f"{where}: {own_name}{of}"
+        value = record.get(own_name)
         if value is None or (isinstance(value, str) and not value):
             if self.beside is None or record.get(self.beside) is not None:
                 raise InvalidInputError(f"{name} is missing; it must be {self.expected()}")
@@ -65,12 +66,12 @@ class Key:
             )
             known = known and f" with {known}"
             raise InvalidInputError(f"{name} must be {self.expected()}{known}, got {_described(value)}")
-        if self.name.endswith("_rotation") and not _is_rotation(fitting):
+        if own_name.endswith("_rotation") and not _is_rotation(fitting):
             raise InvalidInputError(
                 f"{name} must be a quaternion or a rotation matrix, got {fitting.tolist()}"
             )
         if self.is_finite:
-            check_finite(where, **{f"{self.name}{of}": fitting})
+            check_finite(where, **{f"{own_name}{of}": fitting})
         return fitting
 
     def _fitting(self, value: Any, sizes: dict) -> Any:

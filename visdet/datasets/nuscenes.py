@@ -241,7 +241,14 @@ class NuScenes3DDetTrackDataset(Dataset):
                 raise InvalidInputError(f"{where} has boxes that {problem}: {wrong.tolist()} (gt_boxes)")
         annotations = {key: info[key][mask] for key in _BOX_KEYS if key in info}
         check_finite(where, **annotations)
-        labels = [self._label(name, where) for name in annotations["gt_names"].tolist()]
+        names = annotations["gt_names"].tolist()
+        labels = [self._label(name, where) for name in names]
+        if labels and max(labels) < 0:
+            self._warn_once(
+                "gt_names",
+                f"{where}: none of its boxes is used, because none of their gt_names {sorted(set(names))} is one of "
+                f"the classes {self.CLASSES}",
+            )
         annotations["gt_labels_3d"] = np.array(labels, dtype=np.int64)
         annotations["gt_bboxes_3d"] = boxes if self.test_mode else np.nan_to_num(boxes)
         if "instance_inds" in annotations:

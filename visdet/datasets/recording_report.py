@@ -11,7 +11,7 @@ from visdet.structures.polylines import REGION_M, cut_to_region
 from visdet.structures.poses import moved_points, wrap_angle
 
 from .frame_records import FRAME_KEYS, check_frame, lidar_to_global
-from .future_steps import STEP_S, coming_steps, has_step_rate
+from .future_steps import STEP_S, coming_steps, command_of, has_step_rate
 from .info_files import load_infos, sort_frames
 from .nuscenes import NuScenes3DDetTrackDataset
 
@@ -139,7 +139,7 @@ def _lines(
 
 
 def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: np.ndarray) -> list[str]:
-    """Return what the rate of the frames means for motion and planning, and how many paths do not fit the poses."""
+    """Return what the rate of the frames means for motion and planning, and how many paths and commands do not fit."""
     lines = []
     if len(seconds) and all(has_step_rate(times) for times in times_of_scene if len(times) > 1):
         lines.append(f"motion and planning: a frame is a step of {STEP_S:g} s")
@@ -152,7 +152,8 @@ def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: 
             "gt_agent_fut_trajs and gt_ego_fut_trajs must hold the displacements of such steps, not of frames. The "
             "boxes that plans are compared with are looked up by time stamp, and interpolated by track"
         )
-    first, wrong, compared = 0, 0, 0
+    first, compared = 0, 0
+    wrong, aside, opposite = 0, 0, 0
     for times in times_of_scene:
         end = first + len(times)
         frames = infos[first:end]
@@ -164,12 +165,28 @@ def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: 
             if steps:
                 places = (np.linalg.inv(poses[here]) @ poses)[:, :2, 3]
                 driven = steps[-1].between(places)
-                path = info["gt_ego_fut_trajs"][: len(steps)].sum(axis=0)
+                path = info["gt_ego_fut_trajs"][: len(steps)]
+                end = path.sum(axis=0)
+                x, y = np.abs(end)
+                is_right, is_left, _ = info["gt_ego_fut_cmd"]
+                goes_right, goes_left, _ = command_of(path)
                 compared += 1
-                wrong += bool(np.linalg.norm(path - driven) > _WRONG_PATH_M)
+                wrong += bool(np.linalg.norm(end - driven) > _WRONG_PATH_M)
+                aside += bool(x > max(y, _WRONG_PATH_M))
+                opposite += bool(is_right * goes_left + is_left * goes_right)
     if wrong:
         lines.append(
             f"gt_ego_fut_trajs: {wrong} of {compared} paths end more than {_WRONG_PATH_M:g} m from where ego2global "
             f"says that the vehicle is at that time. Their steps must be {STEP_S:g} s long"
+        )
+    if 2 * aside > compared:
+        lines.append(
+            f"gt_ego_fut_trajs: {aside} of {compared} paths lead more aside than ahead. The x axis of the lidar frame "
+            "must point to the right, and its y axis ahead"
+        )
+    if opposite:
+        lines.append(
+            f"gt_ego_fut_cmd: {opposite} of {compared} commands say right where the path leads left, or the reverse. "
+            "Their order is right, left, straight"
         )
     return lines

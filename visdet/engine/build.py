@@ -14,7 +14,7 @@ from mmengine.device import get_device
 from mmengine.dist import broadcast, master_only
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
-from mmengine.logging import MMLogger
+from mmengine.logging import MMLogger, print_log
 from mmengine.model import convert_sync_batchnorm, is_model_wrapper, revert_sync_batchnorm
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.optim import OptimWrapperDict, _ParamScheduler
@@ -171,7 +171,10 @@ def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Mod
 
 
 def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> list[_ParamScheduler]:
-    """Return the schedules of a run. A schedule without an end ends with training."""
+    """Return the schedules of a run. A schedule without an end ends with training.
+
+    A warning says which milestones the run does not reach.
+    """
     schedules = []
     defaults = {"optimizer": optim_wrapper, "epoch_length": len(loop.dataloader)}
     with building(cfg, "param_scheduler"):
@@ -181,6 +184,15 @@ def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> list[_P
                 end = max(end, schedule.get("begin", 0) + 1)  # A run may be shortened for a trial.
                 schedule = PARAM_SCHEDULERS.build({"end": end, **schedule}, default_args=defaults)
             schedules.append(schedule)
+            last = loop.max_epochs if schedule.by_epoch else loop.max_iters
+            late = [step for step in getattr(schedule, "milestones", ()) if step >= last]
+            if late:
+                print_log(
+                    f"param_scheduler: {type(schedule).__name__} never comes to its milestones {late}, because the "
+                    f"run ends at {last}",
+                    logger="current",
+                    level=logging.WARNING,
+                )
     return schedules
 
 

@@ -216,6 +216,7 @@ class DetRunner(RunCheckpoints):
         build.check_before_data(self, "train", "val")
         optim_wrapper = self.optim_wrapper
         loop = self.train_loop
+        by_epoch = loop.by_epoch
         _ = self.val_loop  # Both read the data.
         self.scale_lr(optim_wrapper, cfg.get("auto_scale_lr"))
         self.param_schedulers = schedules = build.build_schedules(cfg, optim_wrapper, loop)
@@ -234,7 +235,7 @@ class DetRunner(RunCheckpoints):
         replay_average(graphs, self.hooks)
         build.compile_step(cfg, steps)
         call_hook("before_train")
-        if not loop.by_epoch:  # The whole training counts as one epoch.
+        if not by_epoch:  # The whole training counts as one epoch.
             call_hook("before_train_epoch")
         if random_state is not None:
             set_random_state(random_state)
@@ -244,12 +245,12 @@ class DetRunner(RunCheckpoints):
         with living_objects_not_collected(), compilations_told(is_compiled), signals_noted() as self._signal:
             model.train()
             prepare_sizes(unwrapped(model), optim_wrapper, loop.dataloader, graphs.get("loss"), self.logger)
-            if loop.by_epoch:
+            if by_epoch:
                 self._train_by_epochs(loop)
             else:
                 self._train_by_iterations(loop)
         self.late_numbers.read()
-        if not loop.by_epoch:
+        if not by_epoch:
             call_hook("after_train_epoch")
         call_hook("after_train")
         call_hook("after_run")

@@ -63,6 +63,25 @@ class DrivingMetric(BaseMetric):
     curve_report: CurveReport | None = None
 
     @property
+    def dataset_meta(self) -> Any:
+        """The meta information of the data set.
+
+        Raises:
+            InvalidInputError: ``classes`` has a name of the data set for another label.
+        """
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: dict) -> None:
+        self._dataset_meta = dataset_meta
+        own = list(dataset_meta.get(self.meta_key, ()))
+        classes = self.classes or ()
+        if any(name in own and own.index(name) != label for label, name in enumerate(classes)):
+            raise InvalidInputError(
+                f"{type(self).__name__}: classes must have the order of the data set's labels, {own}, got {classes}"
+            )
+
+    @property
     def names(self) -> Sequence[str]:
         """The names of the labels."""
         return self.classes or self.dataset_meta[self.meta_key]

@@ -158,17 +158,18 @@ class _Comparison:
             place = f" in {one.module}" if one.module else ""
             return f"{text}. The model's nearest is of {one.operator}{place}, up to {one.largest:.3g} apart"
         right = "without optimisations, onnxruntime stays within the limit"
-        if self.runtime == "onnxruntime":
+        runtime = self.runtime
+        if runtime == "onnxruntime":
             return right
-        theirs = self.graph.function(self.runtime, is_exposed=True)(self.given)
+        theirs = self.graph.function(runtime, is_exposed=True)(self.given)
         wrong = self._wrong(theirs)
         if not wrong:
-            return f"{right}, and so does {self.runtime} with all tensors as outputs"
+            return f"{right}, and so does {runtime} with all tensors as outputs"
         common = found.keys() & theirs.keys()
         same = {name for name in common if nearness(found[name], theirs[name])[0] <= limit}
         _, tensor, text = self._first({name: theirs[name] for name in common}, same, wrong)
         _, largest = nearness(found[tensor], theirs[tensor])
-        return f"{right}. In {self.runtime}, {text}, up to {largest:.3g} from that in onnxruntime"
+        return f"{right}. In {runtime}, {text}, up to {largest:.3g} from that in onnxruntime"
 
     def _first(self, values: Arrays, same: Collection[str], wrong: Sequence[str]) -> tuple[Any, str, str]:
         """Return the node at which some outputs begin to differ, its tensor, and a text on them.
@@ -176,12 +177,13 @@ class _Comparison:
         Args:
             values: the tensors of the graph. same: the names of those that are right. wrong: those of the outputs.
         """
-        node = self.graph.first_of([name for name in self.graph.of_images if name not in same], wrong)
+        graph = self.graph
+        node = graph.first_of([name for name in graph.of_images if name not in same], wrong)
         tensor = next(name for name in node.output if name in values and (name in wrong or name not in same))
         text = f"the first tensor that differs is {tensor} {list(values[tensor].shape)} of node {_told(node)}"
         if source := source_of(node):
             text += f", from {source}"
-        if before := self.graph.computing(node):
+        if before := graph.computing(node):
             text += f", whose inputs are those of {' and '.join(map(_told, before))}"
         return node, tensor, text
 

@@ -210,9 +210,10 @@ class _Exported(nn.Module):
         self.run_exported = run
 
     def test_step(self, data: Any) -> list[Any]:
-        batch = _prepared(self.family, data)
-        found = self.run_exported(self.family.inputs_of(batch["inputs"], batch["data_samples"]))
-        return self.family.samples_of(found, batch["data_samples"])[: len(data["data_samples"])]
+        family = self.family
+        batch = _prepared(family, data)
+        found = self.run_exported(family.inputs_of(batch["inputs"], batch["data_samples"]))
+        return family.samples_of(found, batch["data_samples"])[: len(data["data_samples"])]
 
 
 def _prepared(family: Family, data: dict[str, Any]) -> Any:

@@ -26,13 +26,12 @@ def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) ->
     Raises:
         ValueError: there are more or fewer samples than images, or an ``img_shape`` does not fit into the batch.
     """
+    count = len(inputs)
     batch_height, batch_width = inputs.shape[-2:]
     if data_samples is None:
-        return [(batch_height, batch_width)] * len(inputs)
-    if len(data_samples) != len(inputs):
-        raise ValueError(
-            f"data_samples must be one per image: got {len(data_samples)} for {len(inputs)} images"
-        )
+        return [(batch_height, batch_width)] * count
+    if len(data_samples) != count:
+        raise ValueError(f"data_samples must be one per image: got {len(data_samples)} for {count} images")
     sizes = []
     for index, sample in enumerate(data_samples):
         height, width = (int(n) for n in sample.metainfo.get("img_shape", (batch_height, batch_width))[:2])

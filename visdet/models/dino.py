@@ -94,6 +94,7 @@ class CdnQueryGenerator(BaseModule):
 
     def forward(self, targets: PaddedTargets) -> DenoisingQueries:
         """Return the queries for the ground truth of B images. All work runs on the device."""
+        box_coder = self.box_coder
         B, N = targets.labels.shape
         room = self.room(N)
         counts = targets.lengths
@@ -112,12 +113,12 @@ class CdnQueryGenerator(BaseModule):
         labels = torch.where(chance < self.label_noise_scale * 0.5, other, labels)
         boxes_px = rows_at(target, targets.boxes_px)
         shift = (size + is_negative.unsqueeze(-1)) * sign * (self.box_noise_scale / 2)
-        noisy = self.box_coder.jittered(boxes_px, shift, targets.image_whwh)
-        encoded = self.box_coder.encoded(noisy, _LOGIT)
+        noisy = box_coder.jittered(boxes_px, shift, targets.image_whwh)
+        encoded = box_coder.encoded(noisy, _LOGIT)
         rows = is_made.unsqueeze(-1)
         return DenoisingQueries(
             query=self.label_embedding(labels) * rows,
-            references=self.box_coder.decoded(torch.where(rows, encoded, 0.0)),
+            references=box_coder.decoded(torch.where(rows, encoded, 0.0)),
             targets=torch.where(is_made & ~is_negative, target, N),
             is_counted=is_counted,
             groups=torch.where(is_counted, slot // per_group, room + slot),

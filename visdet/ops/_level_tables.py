@@ -32,6 +32,7 @@ def level_tables(
         RuntimeError: the shapes are not [L, 2].
         TypeError: a table is neither a tensor nor a sequence of integers.
     """
+    device = value.device
     expected = "a sequence of integers"
     shapes = integer_table("ms_deform_attn", "level_shapes", level_shapes, expected, value)
     if shapes.dim() != 2:
@@ -44,8 +45,8 @@ def level_tables(
         starts = integer_table("ms_deform_attn", "level_starts", level_starts, expected, value)
     if value.is_cuda:
         if shapes.shape[0] > MAX_HOST_LEVELS:
-            shapes = shapes.to(value.device, non_blocking=True)
-            starts = starts.to(value.device, non_blocking=True)
-    elif value.device.type == "cpu":
+            shapes = shapes.to(device, non_blocking=True)
+            starts = starts.to(device, non_blocking=True)
+    elif device.type == "cpu":
         shapes, starts = shapes.to("cpu"), starts.to("cpu")
     return shapes, starts

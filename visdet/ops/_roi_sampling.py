@@ -170,7 +170,8 @@ def _pool_samples(
     """Return the mean, or the maximum, of the samples of each bin. A bin without samples gives 0."""
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
-    output = input.new_zeros(N, PH * PW, C) + empty_sum(input, origin)
+    num_bins = PH * PW
+    output = input.new_zeros(N, num_bins, C) + empty_sum(input, origin)
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
     parts, members_of_parts = [], []
     # What the grid holds is not read where there is nothing to sample.
@@ -178,22 +179,23 @@ def _pool_samples(
     for down, across, all_members in groups:
         if down <= 0 or across <= 0:
             continue
-        per_region = PH * PW * down * across * C
+        per_region = num_bins * down * across * C
         for members in all_members.split(max(CHUNK_VALUES // per_region, 1)):
+            count = len(members)
             step = bin_size[members] / bin_size.new_tensor([down, across])  # [n, 2]
             inside_y = (numbers_to(down, rows).to(step) + 0.5) * step[:, :1]  # [n, down]
             inside_x = (numbers_to(across, rows).to(step) + 0.5) * step[:, 1:]  # [n, across]
             corner = origin[members].flatten(2)  # [n, 2, PH * PW]
             pooled: Any = None
-            for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * len(members)), 1), 1):
-                shape = (len(members), PH * PW, some_y.shape[1], across)
+            for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * count), 1), 1):
+                shape = (count, num_bins, some_y.shape[1], across)
                 y = (corner[:, 0, :, None, None] + some_y[:, None, :, None]).expand(shape).flatten(1)
                 x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
                 if turns.shape[1]:
                     cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
                     x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
                 samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
-                samples = samples.view(len(members), PH * PW, -1, C)
+                samples = samples.view(count, num_bins, -1, C)
                 # Without a gradient, which goes to the first of equal samples, no place of the maximum is needed.
                 if not takes_maximum:
                     part = samples.sum(2) / (down * across)

@@ -65,19 +65,25 @@ def batched_nms(
 
     Raises:
         KeyError: ``type`` is unknown.
+        TypeError: ``nms_cfg`` is neither a dict nor None.
         ValueError: A shape does not fit. The message names the argument.
 
     Source: The semantics are mmcv's, which moves the classes apart, so that its overlaps are rounded.
     """
-    are_boxes = boxes.dim() == 2 and boxes.shape[1] in (4, 5, 8)
+    shape = boxes.shape
+    are_boxes = boxes.dim() == 2 and shape[1] in (4, 5, 8)
     check_that(are_boxes, "batched_nms", "boxes", "be [N, 4], [N, 5] or [N, 8]", boxes)
     for name, given in (("scores", scores), ("idxs", idxs)):
-        fits = is_traced() or given.shape == boxes.shape[:1]  # numbers of a trace may be unknown
-        check_that(fits, "batched_nms", name, "be [{}]", list(given.shape), boxes.shape[0])
+        fits = is_traced() or given.shape == shape[:1]  # numbers of a trace may be unknown
+        check_that(fits, "batched_nms", name, "be [{}]", list(given.shape), shape[0])
     boxes = floating(boxes)
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)
         return torch.cat([boxes[keep], ordered[:, None]], -1), keep
+    if not isinstance(nms_cfg, dict):
+        raise TypeError(
+            f"batched_nms: nms_cfg must be a dict such as {{'iou_threshold': 0.5}}, got {nms_cfg!r}"
+        )
     arguments = dict(nms_cfg)
     class_agnostic = arguments.pop("class_agnostic", class_agnostic)
     kind = arguments.pop("type", "nms")
@@ -86,7 +92,7 @@ def batched_nms(
         raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
-    is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
+    is_joint = class_agnostic and shape[0] < max(split_threshold, 1)
     wide = widened(boxes, boxes)
     classes = check_classes("batched_nms", "idxs", None if is_joint else idxs, boxes)
     if classes is None:

@@ -47,13 +47,14 @@ def box_key_points(
 
     Source: The key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
     """
-    if anchors.shape[2] < 8 or anchors.dtype not in (torch.float64, torch.float32):
+    shape = anchors.shape
+    if shape[2] < 8 or anchors.dtype not in (torch.float64, torch.float32):
         raise ValueError(
             "box_key_points: anchors must be float64 or float32 [B, Q, D] with D of at least 8, got "
-            f"{anchors.dtype} {list(anchors.shape)}"
+            f"{anchors.dtype} {list(shape)}"
         )
     if logits is None:
-        logits = anchors.new_empty(*anchors.shape[:2], 0)
+        logits = anchors.new_empty(*shape[:2], 0)
     fixed, logits = fixed.to(anchors), logits.to(anchors)
     is_plain = anchors.is_cpu or (fixed.requires_grad and torch.is_grad_enabled())
     compute = box_key_points_reference if is_plain else _box_key_points

@@ -158,8 +158,10 @@ def deform_conv2d_reference(
     ``im2col_step``, and a sample at or beyond -1, H or W is 0 and has no gradient.
     """
     dtype = torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32))
-    G, (B, C, H, W), KH, KW = deform_groups, input.shape, *weight.shape[2:]
+    outputs, of_group, KH, KW = weight.shape
+    G, (B, C, H, W) = deform_groups, input.shape
     height, width = output_shape(input, weight, stride, padding, dilation)
+    size = height * width
     settings = zip((KH, KW), (height, width), stride, padding, dilation, strict=True)
     tap_y, tap_x = (
         numbers_to(count, input) * step - pad + numbers_to(taps, input)[:, None] * gap
@@ -173,13 +175,13 @@ def deform_conv2d_reference(
     samples = blended(
         rows, first_row, _corners(y, H), _corners(x, W), W + 2
     )  # [B * G, KH * KW * H' * W', C / G]
-    columns = samples.mT.reshape(B, G, C // G, KH * KW, height * width)
+    columns = samples.mT.reshape(B, G, C // G, KH * KW, size)
     if mask is not None:
-        columns = columns * mask.to(dtype).reshape(B, G, 1, KH * KW, height * width)
-    groups = C // weight.shape[1]
-    columns = columns.reshape(B, groups, C // groups * KH * KW, height * width)
-    kernel = weight.to(dtype).reshape(groups, weight.shape[0] // groups, -1)
-    output = torch.matmul(kernel, columns).reshape(B, weight.shape[0], height, width)
+        columns = columns * mask.to(dtype).reshape(B, G, 1, KH * KW, size)
+    groups = C // of_group
+    columns = columns.reshape(B, groups, C // groups * KH * KW, size)
+    kernel = weight.to(dtype).reshape(groups, outputs // groups, -1)
+    output = torch.matmul(kernel, columns).reshape(B, outputs, height, width)
     return (output if bias is None else output + bias.to(dtype)[:, None, None]).to(input)
 
 

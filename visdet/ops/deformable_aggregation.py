@@ -149,14 +149,16 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
     groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
     flat, shapes = [], []
     for maps in groups:
-        first_map = maps[0] if len(maps) else "none"
-        are_maps = len(maps) > 0 and maps[0].dim() == 5
+        count = len(maps)
+        first_map: Any = maps[0] if count else "none"
+        are_maps = count > 0 and first_map.dim() == 5
         check_that(are_maps, op, "each level", "be [B, V, C, H, W]", first_map)
-        B, V, C = maps[0].shape[:3]
+        shape = first_map.shape
+        B, V, C = shape[:3]
         L = len(groups[0])
         first_B, _, first_C = groups[0][0].shape[:3]
-        fits = len(maps) == L and first_B == B and first_C == C
-        given = f"{len(maps)} like {list(maps[0].shape)}"
+        fits = count == L and first_B == B and first_C == C
+        given = f"{count} like {list(shape)}"
         expected = "have {} levels [{}, V, {}, H, W] as the first group has"
         check_that(fits, op, "each group", expected, given, L, first_B, first_C)
         # Maps that have their channels last in memory are read and written in the order in which they lie there.
@@ -189,13 +191,14 @@ def as_tables(
     Raises:
         TypeError: a table is neither a tensor nor nested sequences of integers.
     """
+    device = features.device
     op, expected = "deformable_aggregation", "nested sequences of integers"
     shapes = integer_table(op, "level_shapes", level_shapes, expected, features)
     starts = integer_table(op, "level_starts", level_starts, expected, features)
-    if features.device.type not in ("cuda", "meta"):
+    if device.type not in ("cuda", "meta"):
         return shapes.cpu(), starts.cpu()
     if shapes.device.type != starts.device.type or shapes.numel() > 2 * _MAX_HOST_MAPS:
-        return shapes.to(features.device), starts.to(features.device)
+        return shapes.to(device), starts.to(device)
     return shapes, starts
 
 

@@ -151,13 +151,14 @@ def kept_by_plain_torch(
     threshold = ordered.new_tensor(iou_threshold, dtype=dtype)
     for i in range(len(order)):
         if is_alive[i]:
-            rest = ordered[i + 1 :]
+            after = i + 1
+            rest = ordered[after:]
             if boxes.shape[1] == 4:
                 overlap = overlaps_with(ordered[i], rest, 0).double()
             else:
-                overlap = box_iou_rotated_reference(ordered[i : i + 1], rest, 0, False)[0]
-            is_equal = True if of_class is None else of_class[i + 1 :] == of_class[i]
-            is_alive[i + 1 :] &= ~((overlap > threshold) & is_equal)
+                overlap = box_iou_rotated_reference(ordered[i:after], rest, 0, False)[0]
+            is_equal = True if of_class is None else of_class[after:] == of_class[i]
+            is_alive[after:] &= ~((overlap > threshold) & is_equal)
     return order[is_alive].to(boxes.device)
 
 

@@ -252,14 +252,15 @@ class RandomCrop(BaseTransform):
 
     def _drawn(self, size: tuple[int, int], rng: Random) -> tuple[int, int, int, int]:
         """Return the (top, left, height, width) of the crop of an image of the (height, width) ``size``."""
+        kind = self.crop_type
         first, second = self.crop_size
-        if self.crop_type == "absolute":
+        if kind == "absolute":
             height, width = min(second, size[0]), min(first, size[1])
-        elif self.crop_type == "absolute_range":
+        elif kind == "absolute_range":
             height, width = (rng.randint(min(first, side), min(second, side)) for side in size)
         else:
             parts = [second, first]
-            if self.crop_type == "relative_range":
+            if kind == "relative_range":
                 parts = [rng.uniform(least, 1) for least in self.crop_size]
             height, width = (max(1, int(side * part + 0.5)) for side, part in zip(size, parts, strict=True))
         top = rng.randint(0, size[0] - height)

@@ -138,30 +138,32 @@ class Frames(Family):
     def _example_of_state(self, num_frames: int) -> tuple[Any, Any]:
         """Return the state after so many frames and one more, and the results of the last one."""
         given = self._frame(2, seeded())
+        images = given["images"]
+        model = self.model
         step = FrameStep((0.5,) * 2, torch.eye(4, dtype=torch.float64).repeat(2, 1, 1), (True,) * 2)
         state = None
         for _ in range(num_frames + 1):
-            entered = self.model.head.enter(state, 2, step)
-            results, state = self.model.detections(DrivingBatch.of(given["images"], given, entered))
-        maps = self.model.image_features(given["images"])
+            entered = model.head.enter(state, 2, step)
+            results, state = model.detections(DrivingBatch.of(images, given, entered))
+        maps = model.image_features(images)
         # In the graph, the sizes of the levels are numbers, which cannot be read from a tensor there.
-        self.tables = (
-            [table.numpy(force=True) for table in maps[1:]] if self.model.use_deformable_func else None
-        )
+        self.tables = [table.numpy(force=True) for table in maps[1:]] if model.use_deformable_func else None
         return _kept(state), results
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self.input_names, tensors, strict=True))
+        images = given["images"]
+        model = self.model
         before = None
         step = None
         if self.is_temporal:
             before = _filled(self.template, [given[name] for name in self.states])
             step = _StepInGraph(*(given[name] for name in _STEP))
-        state = self.model.head.enter(before, tensors[0].shape[0], step)
-        features = self.model.image_features(given["images"])
+        state = model.head.enter(before, tensors[0].shape[0], step)
+        features = model.image_features(images)
         if self.tables is not None:
             features = [features[0], *self.tables]
-        results, after = self.model.detections(DrivingBatch.of(given["images"], given, state), features)
+        results, after = model.detections(DrivingBatch.of(images, given, state), features)
         return (*tensors_of(results), *(tensors_of(_kept(after)) if self.is_temporal else ()))
 
     def dynamic(self) -> dict[str, dict[int, Dim]]:
@@ -177,12 +179,13 @@ class Frames(Family):
     def _frame(self, batch: int, generator: torch.Generator) -> Tensors:
         """Return the cameras of a frame, which form a ring, with random images."""
         height, width = self.shape
-        yaw = torch.arange(self.cameras) * (2 * math.pi / self.cameras)
+        cameras = self.cameras
+        yaw = torch.arange(cameras) * (2 * math.pi / cameras)
         focal = width / 1.4
         pixels = torch.tensor(
             [[focal, 0, width / 2, 0], [0, focal, height / 2, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
         )
-        views = torch.zeros(self.cameras, 4, 4)  # from the lidar frame to (right, down, forward)
+        views = torch.zeros(cameras, 4, 4)  # from the lidar frame to (right, down, forward)
         views[:, 0, 0] = views[:, 2, 1] = yaw.cos()
         views[:, 2, 0] = yaw.sin()
         views[:, 0, 1] = -views[:, 2, 0]
@@ -190,15 +193,16 @@ class Frames(Family):
         views[:, 3, 3] = 1
         matrices = pixels @ views  # [V, 4, 4]
         frame = {
-            "images": torch.randn(batch, self.cameras, 3, height, width, generator=generator),
+            "images": torch.randn(batch, cameras, 3, height, width, generator=generator),
             "projection_mat": matrices.expand(batch, -1, -1, -1).contiguous(),
-            "image_wh": torch.tensor([width, height]).float().expand(batch, self.cameras, 2).contiguous(),
+            "image_wh": torch.tensor([width, height]).float().expand(batch, cameras, 2).contiguous(),
             _COMMAND: torch.eye(3)[torch.arange(batch) % 3],
         }
         return {name: value.to(self.device) for name, value in frame.items()}
 
     def cases(self) -> Iterator[list[Tensors]]:
         """Yield drives with irregular times, in which a frame is dropped and one sample comes into a new scene."""
+        device = self.device
         generator = seeded(1)
         for batch in (self.batch or 2, self.batch or 1):
             calls = []
@@ -206,10 +210,10 @@ class Frames(Family):
                 matrix = torch.eye(4).repeat(batch, 1, 1)
                 matrix[:, 1, 3] = -4.0 * seconds  # The vehicle drives forward.
                 given = self._frame(batch, generator) | {
-                    "previous_to_current": matrix.to(self.device),
-                    "seconds": torch.full((batch,), seconds, device=self.device),
+                    "previous_to_current": matrix.to(device),
+                    "seconds": torch.full((batch,), seconds, device=device),
                     "same_scene": torch.tensor(
-                        [index not in (0, 2 + n) for n in range(batch)], device=self.device
+                        [index not in (0, 2 + n) for n in range(batch)], device=device
                     ),
                 }
                 given |= self.empty_state(batch) if index == 0 else {}

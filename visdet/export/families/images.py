@@ -56,13 +56,14 @@ class Images(Family):
     }
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        model = self.model
         images, sizes = tensors
         limit = sizes.flip(-1).to(torch.float32).repeat(1, 2).unsqueeze(1)
         # Models are not trained with as much padding as a fixed size may need.
-        alone = self.shape is not None and self.model.can_ignore_padding
+        alone = self.shape is not None and model.can_ignore_padding
         batch = PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone)
-        with _LinearLayersInBfloat16() if is_in_bfloat16(self.model) else nullcontext():
-            found = self.model.detections(batch)
+        with _LinearLayersInBfloat16() if is_in_bfloat16(model) else nullcontext():
+            found = model.detections(batch)
         return tuple(found[name] for name in self.output_names)
 
     def dynamic(self) -> dict[str, dict[int, Dim]]:

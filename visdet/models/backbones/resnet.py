@@ -74,10 +74,12 @@ class ResidualBlock(nn.Module):
     @property
     def layers(self) -> list[tuple[nn.Module, nn.Module]]:
         """All convolutions, the downsampling included, each with its normalisation."""
-        if self.downsample is None or not is_plain(self.downsample, nn.Sequential):
-            return self.main_layers
-        conv, norm = self.downsample
-        return [*self.main_layers, (conv, norm)]
+        main = self.main_layers
+        downsample = self.downsample
+        if downsample is None or not is_plain(downsample, nn.Sequential):
+            return main
+        conv, norm = downsample
+        return [*main, (conv, norm)]
 
     def forward(
         self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None = None
@@ -100,16 +102,17 @@ class ResidualBlock(nn.Module):
     ) -> Tensor:
         identity = x
         *first_layers, last_layer = self.main_layers
-        if self.downsample is not None:
-            if is_plain(self.downsample, nn.Sequential):
-                conv, norm = self.downsample
+        downsample = self.downsample
+        if downsample is not None:
+            if is_plain(downsample, nn.Sequential):
+                conv, norm = downsample
                 last_conv = last_layer[0]
                 if conv in folded and last_conv in folded:
                     own, last = with_one_bias(folded[conv], folded[last_conv], x)
                     folded = {**folded, conv: own, last_conv: last}
                 identity = _conv_norm(conv, norm, x, folded, relu=False)
             else:
-                identity = self.downsample(x)
+                identity = downsample(x)
         for conv, norm in first_layers:
             x = _conv_norm(conv, norm, x, folded, padding=padding)
         return _conv_norm(*last_layer, x, folded, residual=identity, padding=padding)

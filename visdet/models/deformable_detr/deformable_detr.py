@@ -32,14 +32,15 @@ class DeformableDETR(DeformableDetectionTransformer):
 
     def __init__(self, **detector: Any) -> None:
         super().__init__(**detector)
+        embed_dims = self.embed_dims
         self.assigns_all_pixels = self.as_two_stage
-        both = self.embed_dims * 2  # query_pos, then query
+        both = embed_dims * 2  # query_pos, then query
         if self.as_two_stage:
-            self.pos_trans_fc = nn.Linear(self.box_coder.num_positions * (self.embed_dims // 2), both)
+            self.pos_trans_fc = nn.Linear(self.box_coder.num_positions * (embed_dims // 2), both)
             self.pos_trans_norm = LayerNorm(both)
         else:
             self.query_embedding = nn.Embedding(self.num_queries, both)
-            self.reference_points_fc = nn.Linear(self.embed_dims, 2)
+            self.reference_points_fc = nn.Linear(embed_dims, 2)
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -70,15 +71,16 @@ class DeformableDETR(DeformableDetectionTransformer):
             pyramid: the pyramid that the encoder has read.
         """
         classify, regress = self.bbox_head.branches(-1)
+        box_coder = self.box_coder
         origin, usable = pixel_proposals(pyramid)
         features = self.proposal_features(memory, usable)
         logits = in_full_precision(classify, features)
-        box_logits = in_full_precision(regress, features) + self.box_coder.filled(origin)
+        box_logits = in_full_precision(regress, features) + box_coder.filled(origin)
         best = self.best_pixels(logits[..., 0], usable, pyramid)
-        best_boxes = self.box_coder.decoded(rows_at(best, box_logits).detach())
-        positions = self.box_coder.positions(best_boxes)
+        best_boxes = box_coder.decoded(rows_at(best, box_logits).detach())
+        positions = box_coder.positions(best_boxes)
         embedding = box_embedding(positions, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
         query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)
         if not self.training:
             return DecoderStart(query, query_pos, best_boxes)
-        return DecoderStart(query, query_pos, best_boxes, logits, self.box_coder.decoded(box_logits))
+        return DecoderStart(query, query_pos, best_boxes, logits, box_coder.decoded(box_logits))

@@ -77,19 +77,22 @@ def flatten_pyramid(
     """
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
     pixels = _pixels(level_sizes, batch_size_px, level_embed.device)
-    numbers = pixels.rows_columns + 1
-    valid = pixels.level_shapes.unsqueeze(0)
+    level_shapes = pixels.level_shapes
+    rows_columns = pixels.rows_columns
+    pixel_levels = pixels.level
+    numbers = rows_columns + 1
+    valid = level_shapes.unsqueeze(0)
     padding_mask = None
     if image_sizes is None:
-        last = valid[:, pixels.level]  # [1, S, 2]
+        last = valid[:, pixel_levels]  # [1, S, 2]
         counted = numbers.unsqueeze(0)
     else:
         # The sizes [B, L, 2] (height, width) are those of the images' masks after nearest-neighbour downsampling.
         valid = (pixels.sources < image_sizes[:, None, :, None]).sum(-1)
         if alone is not None:
             valid = torch.stack([alone.sizes_on(size) for size in level_sizes], dim=1)
-        last = valid[:, pixels.level]  # [B, S, 2]
-        is_valid = pixels.rows_columns < last
+        last = valid[:, pixel_levels]  # [B, S, 2]
+        is_valid = rows_columns < last
         padding_mask = ~is_valid.all(-1)
         # Rows are counted over the valid pixels of a column, and columns over those of a row, so that columns and rows
         # of padding count 0.
@@ -103,16 +106,16 @@ def flatten_pyramid(
     encoded = _encoded(positional_encoding, counted, valid, pixels)
     features = torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in feature_maps], dim=1)
     positions = encoded.to(features.dtype) + embedding
-    give_rows(positions, level_embed, pixels.level)
+    give_rows(positions, level_embed, pixel_levels)
     return FlatPyramid(
         features=features,
         positions=positions,
         padding_mask=padding_mask,
-        level_shapes=pixels.level_shapes,
+        level_shapes=level_shapes,
         level_starts=pixels.level_starts,
-        pixel_levels=pixels.level,
-        centers=((pixels.rows_columns + 0.5) / last).flip(-1),
-        valid_ratios=(valid / pixels.level_shapes).flip(-1),
+        pixel_levels=pixel_levels,
+        centers=((rows_columns + 0.5) / last).flip(-1),
+        valid_ratios=(valid / level_shapes).flip(-1),
         is_as_if_unpadded=alone is not None,
     )
 
@@ -124,13 +127,14 @@ def _encoded(encoding: SinePositionalEncoding, counted: Tensor, sizes: Tensor, p
         encoding: the encoding. counted: [B, S, 2] int64, the row and the column of each pixel, counted from 1.
         sizes: [B, L, 2] int64, the last row and column that are counted on each level.
     """
+    device = sizes.device
     batch, levels, _ = sizes.shape
     count = 1 + pixels.sources.shape[-1]
-    steps = torch.arange(count, device=sizes.device).unsqueeze(-1)  # 0 is padding
+    steps = torch.arange(count, device=device).unsqueeze(-1)  # 0 is padding
     last = torch.where(steps == 0, 0, sizes.unsqueeze(2))  # [B, L, steps, 2]
     table = encoding.encode(steps.expand_as(last), last).unflatten(-1, (2, -1))
-    image = torch.arange(batch, device=sizes.device).view(-1, 1, 1)
-    axis = torch.arange(2, device=sizes.device)
+    image = torch.arange(batch, device=device).view(-1, 1, 1)
+    axis = torch.arange(2, device=device)
     level = image * levels + pixels.level.unsqueeze(-1)  # [B, S, 1], among those of all images
     index = (level * count + counted) * 2 + axis
     return F.embedding(index, table.flatten(0, 3)).flatten(-2)

@@ -31,12 +31,14 @@ class FoldedConv(NamedTuple):
 
     def __call__(self, x: Tensor, relu: bool = True, residual: Tensor | None = None) -> Tensor:
         """Return norm(conv(x)) + residual, or the ReLU of that sum."""
+        bias = self.bias
+        weight = self.weight
         x = as_autocast_input(x)
-        if relu and self.bias is not None and _has_fused_kernel(x, self.weight, residual):
+        if relu and bias is not None and _has_fused_kernel(x, weight, residual):
             # A node of the autograd graph takes the host time even if there are no gradients.
             run = _ConvBiasReLU.apply if torch.is_grad_enabled() else _conv_bias_relu
-            return run(x, self.weight, self.bias, residual, *self.geometry)
-        return add_relu(F.conv2d(x, self.weight, self.bias, *self.geometry), residual, relu)
+            return run(x, weight, bias, residual, *self.geometry)
+        return add_relu(F.conv2d(x, weight, bias, *self.geometry), residual, relu)
 
 
 def with_one_bias(branch: FoldedConv, last: FoldedConv, x: Tensor) -> tuple[FoldedConv, FoldedConv]:

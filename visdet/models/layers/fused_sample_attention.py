@@ -102,11 +102,10 @@ class FusedSampleAttention(BaseModule):
         Raises:
             ValueError: the depths are missing.
         """
+        num_octaves = self.num_octaves
         if depths is None:
-            if self.num_octaves:
-                raise ValueError(
-                    f"FusedSampleAttention: depths must be given, num_octaves is {self.num_octaves}"
-                )
+            if num_octaves:
+                raise ValueError(f"FusedSampleAttention: depths must be given, num_octaves is {num_octaves}")
             depths = samples.new_zeros(samples.shape[:-1])
         identity = query if identity is None else identity
         dot = ops.sample_dot if self.fused else ops.sample_dot_reference
@@ -116,7 +115,7 @@ class FusedSampleAttention(BaseModule):
         keys = images
         if self.depth_key is not None:
             keys = torch.cat((images, self.depth_key(images).to(images.dtype)), dim=1)
-        scores = dot(keys, samples, queries.to(keys.dtype), depths, self.num_octaves)  # [B, G, Q, D]
+        scores = dot(keys, samples, queries.to(keys.dtype), depths, num_octaves)  # [B, G, Q, D]
         scores = at_least_float32(scores) * self.image_dims**-0.5
         if sample_mask is None:
             weights = scores.softmax(dim=-1)

@@ -184,13 +184,14 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
 
     Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
-    fits = points.dim() in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
+    dims = points.dim()
+    fits = dims in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
     expected = "be [B, P, 2] or [B, Hg, Wg, 2] for input {}"
     check_that(input.dim() != 4 or fits, "point_sample", "points", expected, points, list(input.shape))
     points = points.float() if _needs_float32(input) else points
-    grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
+    grid = denormalize(points[:, :, None] if dims == 3 else points)
     samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)
-    return samples.squeeze(3) if points.dim() == 3 else samples
+    return samples.squeeze(3) if dims == 3 else samples
 
 
 def _sample_regions(
