@@ -121,6 +121,7 @@ def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out)
     assert sorted(names.values()) == ["bolt", "nut"]
     assert set(names) == ({17, 4} if make is coco else {1, 2}), "COCO's category ids stay"
     first, second = with_boxes["annotations"]
+    assert first["image_id"] == (make is not coco), "COCO's image ids stay"
     assert (names[first["category_id"]], first["bbox"]) == ("bolt", pytest.approx([10, 20, 30, 40]))
     assert (names[second["category_id"]], second["bbox"]) == ("nut", pytest.approx([0, 0, 9, 9]))
     assert bool(second.get("ignore")) == (tmp_path / "Annotations").exists() and bool(second["iscrowd"]) == (

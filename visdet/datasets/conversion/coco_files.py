@@ -46,7 +46,8 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     for image in content["images"]:
         path = source.picture(image["file_name"], file, split)
         size = (image.get("width", 0), image.get("height", 0))
-        pictures[image["id"]] = Picture(path, split, size)
+        number = image["id"]
+        pictures[number] = Picture(path, split, size, number=number)
     for annotation in content["annotations"]:
         x, y, w, h = annotation["bbox"]
         picture = pictures.get(annotation["image_id"])

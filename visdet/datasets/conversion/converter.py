@@ -202,10 +202,13 @@ def _coco(
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for picture in pictures:
+    given_ids = [picture.number for picture in pictures]
+    are_ids = None not in given_ids and len(set(given_ids)) == len(given_ids)
+    ids = given_ids if are_ids else range(1, len(given_ids) + 1)
+    for image_id, picture in zip(ids, pictures, strict=True):
         width, height = picture.size
         name = os.path.relpath(picture.path, root)
-        rows.append({"id": len(rows) + 1, "file_name": name, "width": width, "height": height})
+        rows.append({"id": image_id, "file_name": name, "width": width, "height": height})
         scales = picture.size if picture.is_relative else (1, 1)
         for label, points, others in picture.boxes:
             points = [side * scale for side, scale in zip(points, cycle(scales), strict=False)]
@@ -215,7 +218,7 @@ def _coco(
                 bbox = [x1, y1, x2 - x1, y2 - y1]
             annotation = {
                 "id": len(annotations) + 1,
-                "image_id": len(rows),
+                "image_id": image_id,
                 "category_id": numbers[label],
                 "bbox": bbox,
                 "area": bbox[2] * bbox[3],

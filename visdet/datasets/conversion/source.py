@@ -35,6 +35,7 @@ class Picture:
         boxes: for each object its class, its corners (x1, y1, x2, y2) or the points (x1, y1, x2, y2, x3, ...) of its
             outline, and other entries of its annotation. An outline of four points is that of a turned box.
         is_relative: whether the points are fractions of the width and the height.
+        number: the id of the image, or None if the annotations give none.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Picture:
     size: tuple[float, float] = (0, 0)
     boxes: list[Box] = field(default_factory=list)
     is_relative: bool = False
+    number: Any = None
 
 
 class LeftOut:
