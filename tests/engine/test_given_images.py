@@ -19,7 +19,7 @@ from toy_run import PIPELINE, detector_of, toy_config
 
 import visdet
 from visdet.engine.inference import given_images, videos
-from visdet.engine.inference.detector import detect_files
+from visdet.engine.inference.detect_files import detect_files
 from visdet.engine.inference.mp4_times import set_frame_times
 from visdet.errors import MissingPackageError, UserError
 

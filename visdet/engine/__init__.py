@@ -29,8 +29,9 @@ if TYPE_CHECKING:
         RunReportHook,
         RuntimeInfoHook,
     )
+    from .inference.detect_files import detect_files
     from .inference.detections import Detections
-    from .inference.detector import Detector, detect_files, init_detector
+    from .inference.detector import Detector, init_detector
     from .inference.dump_detections import DumpDetections
     from .inference.image_files import find_images
     from .log_curves import draw_curves, read_scalars
@@ -68,7 +69,7 @@ else:
             "complete_config": "config.load",
             "ConfigError": "errors",
             "dataset_config": "config.load",
-            "detect_files": "inference.detector",
+            "detect_files": "inference.detect_files",
             "Detections": "inference.detections",
             "Detector": "inference.detector",
             "DetRunner": "trainer",

@@ -35,7 +35,7 @@ from ..errors import (
     nearest_names,
 )
 from ..process.console import say
-from .held_config import SUFFIXES, URL_SCHEMES
+from .addresses import SUFFIXES, URL_SCHEMES
 from .plain_state import to_plain
 from .published import PUBLISHED
 from .weights import check_finite, weights_of

@@ -23,18 +23,8 @@ from ..config.packaged import find_config
 from ..config.text import dicts_in, leaves
 from ..errors import CheckpointError, ConfigError
 from ..process.console import say
+from .addresses import SUFFIXES, URL_SCHEMES
 
-# The first two are those of addresses, and the others those of names in mmengine's lists of addresses.
-URL_SCHEMES = (
-    "http://",
-    "https://",
-    "open-mmlab://",
-    "openmmlab://",
-    "mmcls://",
-    "modelzoo://",
-    "torchvision://",
-)
-SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
 # What belongs to the run that wrote the checkpoint, or is for the user of the file to decide, and what a program adds.
 _NOT_TAKEN_OVER = (
     "_base_",

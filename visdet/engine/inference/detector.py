@@ -35,7 +35,6 @@ from ..errors import ConfigError
 from ..graphs.methods import graphs_for
 from ..process.default_device import cpu_by_default
 from ..stages import StagedModel
-from .detect_files import detect_files, write_detections_file
 from .detections import Detections
 from .detector_config import checked_device, dataset_meta_of, model_class, takes_images, test_pipeline
 from .given_images import Array, GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
@@ -45,7 +44,7 @@ from .sample_images import rgb_of_file
 from .tiles import joined, windows_of
 from .videos import written_as_video
 
-__all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
+__all__ = ["Detector", "init_detector"]
 
 _AHEAD = 16  # images that are read in advance
 

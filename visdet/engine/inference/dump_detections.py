@@ -7,7 +7,7 @@ from mmengine.logging import print_log
 
 from visdet.registry import METRICS
 
-from .detector import write_detections_file
+from .detect_files import write_detections_file
 from .sample_json import record_of
 
 
