@@ -62,12 +62,13 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_links_to_folders_are_followed_once(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
     save(folder / "a.png")
-    save(tmp_path / "elsewhere" / "b.png")
-    (folder / "link").symlink_to(tmp_path / "elsewhere")
-    (folder / "again").symlink_to(tmp_path / "elsewhere")
+    save(elsewhere / "b.png")
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "again").symlink_to(elsewhere)
     (folder / "loop").symlink_to(folder)
-    (tmp_path / "elsewhere" / "up").symlink_to(folder)
+    (elsewhere / "up").symlink_to(folder)
     assert found(folder)[0] == ["a.png", "again/b.png"]
 
 

@@ -16,8 +16,8 @@ from toy_run import PIPELINE, detections, detector_of, toy_config, toy_runner, t
 import visdet
 from visdet.commands import infer, main
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, find_images
+from visdet.engine.inference.detect_files import detect_files
 from visdet.engine.inference.detections import Detections, detections_of
-from visdet.engine.inference.detector import detect_files
 from visdet.engine.inference.sample_images import image_file_of
 
 NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
@@ -145,6 +145,7 @@ def test_cameras_and_streams_are_videos(tmp_path, trained):
 
 
 def test_detections_are_a_sequence(tmp_path):
+    new = tmp_path / "new"
     rows = (1, 0.5, (0, 1, 2, 3)), (0, 0.75, (4, 5, 7, 9)), (1, 0.25, (1, 1, 2, 2))
     drawing = {"image": np.zeros((40, 50, 3), np.uint8), "draw": lambda image, sample: image}
     found = detections(*rows, **drawing, img_path="a.jpg")
@@ -164,10 +165,10 @@ def test_detections_are_a_sequence(tmp_path):
         assert [row["category_id"] for row in numbered[:].to_coco()] == expected
         kept = [row.get("category_id") for row in numbered.to_dict()["detections"]]
         assert kept == (expected if numbers == [18, 3] else [None] * 3)
-    found.save(tmp_path / "new" / "a.json")
-    found.save(tmp_path / "new" / "a.png")
-    assert read_json(tmp_path / "new" / "a.json") == found.to_dict()
-    assert found._repr_png_() == (tmp_path / "new" / "a.png").read_bytes()
+    found.save(new / "a.json")
+    found.save(new / "a.png")
+    assert read_json(new / "a.json") == found.to_dict()
+    assert found._repr_png_() == (new / "a.png").read_bytes()
     assert detections(*rows)._repr_png_() is None
 
 

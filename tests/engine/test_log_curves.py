@@ -66,15 +66,16 @@ def test_a_killed_run_may_end_in_half_a_line(tmp_path):
 
 
 def test_what_is_no_log(tmp_path):
+    path = tmp_path / "x.json"
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         read_scalars(str(tmp_path))
     with pytest.raises(UserError, match="line 1 is not a record of scalars: 'hello'"):
-        (tmp_path / "x.json").write_text("hello")
-        read_scalars(str(tmp_path / "x.json"))
+        path.write_text("hello")
+        read_scalars(str(path))
     for content in (b"\x86\x80\x04", b'{"step": "x", "loss": 1}', b'{"step": NaN, "loss": 1}'):
-        (tmp_path / "x.json").write_bytes(content)
+        path.write_bytes(content)
         with pytest.raises(UserError, match="line 1 is not a record of scalars"):
-            read_scalars(str(tmp_path / "x.json"))
+            read_scalars(str(path))
     with pytest.raises(UserError, match=r"y\.json"):
         read_scalars(write(tmp_path / "y.json", []))
 

@@ -377,9 +377,10 @@ def test_an_optimizer_wrapper_may_be_an_object(tmp_path):
     cfg.model = model = ToyDetector()
     cfg.optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     runner = build_runner(cfg)
-    before = runner.model.conv.weight.detach().clone()
+    weight = runner.model.conv.weight
+    before = weight.detach().clone()
     runner.train()
-    assert not torch.equal(before, runner.model.conv.weight)
+    assert not torch.equal(before, weight)
     cfg.model = {"type": "ToyDetector"}
     cfg.experiment_name = "other"
     with pytest.raises(ConfigError, match="parameters that the model does not have"):

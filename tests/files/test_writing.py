@@ -16,8 +16,8 @@ from mmengine.structures import InstanceData
 from visdet.datasets import save_infos
 from visdet.engine import write_checkpoint
 from visdet.engine.build import write_config
+from visdet.engine.inference.detect_files import write_detections_file
 from visdet.engine.inference.detections import Detections
-from visdet.engine.inference.detector import write_detections_file
 from visdet.errors import UnwrittenFileError
 from visdet.evaluation.precision_recall import CurveReport
 from visdet.export.report import write_report

@@ -42,16 +42,17 @@ class Case:
         assert torch.equal(sampled(actual, step), expected)
 
     def samples(self, scale_factor=False, padded=True):
+        arrays = self.arrays
         samples = []
         for i in range(2):
             sample = DetDataSample()
-            height, width = self.arrays["input/img_shape"][i].tolist() if padded else (96, 128)
+            height, width = arrays["input/img_shape"][i].tolist() if padded else (96, 128)
             sample.set_metainfo({"img_shape": (height, width), "batch_input_shape": (96, 128)})
             if scale_factor:
-                sample.set_metainfo({"scale_factor": tuple(self.arrays["input/scale_factor"][i].tolist())})
+                sample.set_metainfo({"scale_factor": tuple(arrays["input/scale_factor"][i].tolist())})
             sample.gt_instances = InstanceData(
-                bboxes=torch.from_numpy(self.arrays[f"input/gt_bboxes/{i}"]),
-                labels=torch.from_numpy(self.arrays[f"input/gt_labels/{i}"]),
+                bboxes=torch.from_numpy(arrays[f"input/gt_bboxes/{i}"]),
+                labels=torch.from_numpy(arrays[f"input/gt_labels/{i}"]),
             )
             samples.append(sample)
         return samples

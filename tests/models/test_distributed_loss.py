@@ -26,11 +26,12 @@ class Head(torch.nn.Module):
         )
 
     def forward(self, hidden_states, references, samples):
+        head = self.head
         targets = PaddedTargets.from_samples(samples, [(32, 32)], hidden_states.device).with_labels_below(2)
         start = DecoderStart(hidden_states[0], None, references[0])
-        predictions = self.head.set_predictions(hidden_states, references, start)
-        assignment = self.head.assign(self.head.costs(predictions, targets), targets)
-        return self.head.losses(predictions, targets, assignment)
+        predictions = head.set_predictions(hidden_states, references, start)
+        assignment = head.assign(head.costs(predictions, targets), targets)
+        return head.losses(predictions, targets, assignment)
 
 
 def losses(model, num_objects):

@@ -51,8 +51,8 @@ def bounds_of(problem, bounds):
     anchors = given["anchors"].detach().double()
     sizes = torch.where(anchors.abs() < 1e4, anchors, 0.0)[..., 3:6].clamp(max=given["max_log_size"])
     size = math.exp(float(sizes.max())) if sizes.numel() else 1.0
-    place = max(0.5, largest(given["fixed"])) * size * (1 + largest(given["anchors"]))
-    bounds["output"] = largest(given["anchors"]) + 2 * place * max(1.0, largest(given["anchors"]))
+    place = max(0.5, largest(given["fixed"])) * size * (1 + largest(anchors))
+    bounds["output"] = largest(anchors) + 2 * place * max(1.0, largest(anchors))
     for name in ("anchors", "logits"):
         if name in bounds:
             bounds[name] = 4 * bounds.get("grad_total", 0.0) * max(1.0, bounds["output"])

@@ -176,18 +176,19 @@ def _fused_reference(reference_points: Tensor, level_shapes: Tensor, value: Tens
 
 def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given = problem.arguments
+    value = given["value"]
     shapes = problem.reference_arguments["level_shapes"]
     side = longest_side(shapes)
-    sample = largest(given["value"]) * gradient_sum(bounds)  # a product of a sample and a gradient
+    sample = largest(value) * gradient_sum(bounds)  # a product of a sample and a gradient
     reach = max(1.0, largest(given["reference_points"]), largest(given["offsets"]))
     exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size
     reach *= exponent
-    bounds["output"] = largest(given["value"]) * reach
+    bounds["output"] = largest(value) * reach
     # A box of 1e30 with an offset of zero has a position, and a gradient of that size.
     scale = max(reach, largest(given["reference_points"], 1e38))
     per_location = 4 * side * sample * scale * exponent
-    heads = max(1, given["value"].shape[2])
-    everywhere = max(1, given["value"].shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
+    heads = max(1, value.shape[2])
+    everywhere = max(1, value.shape[0] * max(1, len(shapes)))  # shared by the batch and the levels
     for name, bound in (
         ("value", max(bounds.get("value", 0.0), bounds.get("grad_peak", 0.0)) * exponent),
         ("logits", 2 * sample * reach),

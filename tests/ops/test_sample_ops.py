@@ -109,11 +109,12 @@ def _sum_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
-    images, queries = problem.arguments["images"], problem.arguments["queries"]
-    octaves = problem.arguments["num_octaves"]
+    given = problem.arguments
+    images, queries = given["images"], given["queries"]
+    octaves = given["num_octaves"]
     peak, groups = largest(images), max(1, queries.shape[1])
     # The error of the reference's angles, in float64, is its epsilon times their size.
-    angle = 2 * math.pi * 2**octaves * largest(problem.arguments["depths"])
+    angle = 2 * math.pi * 2**octaves * largest(given["depths"])
     angle *= torch.finfo(torch.float64).eps / torch.finfo(problem.wide).eps
     row = row_sum(queries, 1) + 2 * octaves * (1 + angle)  # of a query and its encoding
     bounds["output"] = peak * row

@@ -29,10 +29,11 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
     seed = time.time_ns() % 2**32
     moments = random.Random(seed)
     pointer = tmp_path / "killed" / "last_checkpoint"
+    folder = pointer.parent
 
     def last_iteration() -> int:
         # A run that is killed as it writes the pointer leaves it empty.
-        names = [path.name for path in pointer.parent.glob("iter_*.pth")]
+        names = [path.name for path in folder.glob("iter_*.pth")]
         text = pointer.read_text() if pointer.exists() else ""
         return max([0, *map(int, re.findall(r"iter_(\d+)", " ".join([text, *names])))])
 
@@ -42,15 +43,13 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
     reached = []
     for _ in range(_KILLS):
         goal = last_iteration() + moments.randint(0, 6)
-        process = start(
-            "train", TOY_CONFIG, "--work-dir", pointer.parent, "--resume", "--cfg-options", *_OPTIONS
-        )
+        process = start("train", TOY_CONFIG, "--work-dir", folder, "--resume", "--cfg-options", *_OPTIONS)
         kill_when(
             process, lambda goal=goal: last_iteration() >= goal, timeout=120, delay=0.3 * moments.random()
         )
         reached.append(last_iteration())
         # Killed between or during writes, whatever is there can be read, but for the part of a file.
-        for path in pointer.parent.glob("[!.]*.pth"):
+        for path in folder.glob("[!.]*.pth"):
             torch.load(path, weights_only=True)
     assert 0 < reached[-1] < _ITERATIONS, f"killed while it trained: {reached}"
     printed = succeed_here(
@@ -59,7 +58,7 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
         "train",
         TOY_CONFIG,
         "--work-dir",
-        pointer.parent,
+        folder,
         "--resume",
         "--cfg-options",
         *_OPTIONS,

@@ -11,14 +11,15 @@ from visdet.engine import read_checkpoint, read_scalars
 
 
 def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, capsys):
+    two = tmp_path / "two"
     first = small_config(tmp_path, 1)
     printed = succeed_here(monkeypatch, capsys, "train", first, "--work-dir", tmp_path / "one")
     assert "NDS_no_attr" in printed and "AMOTA" in printed
     learned = tmp_path / "one" / f"iter_{ITERATIONS}.pth"
 
     second = small_config(tmp_path, 2, load_from=str(learned), param_scheduler=[])
-    printed = succeed_here(monkeypatch, capsys, "train", second, "--work-dir", tmp_path / "two")
-    scalars = read_scalars(str(tmp_path / "two"))
+    printed = succeed_here(monkeypatch, capsys, "train", second, "--work-dir", two)
+    scalars = read_scalars(str(two))
     for name in ("motion_loss_cls_0", "motion_loss_reg_0", "planning_loss_reg_0", "planning_loss_status_0"):
         values = list(scalars[name].values())
         assert len(values) == ITERATIONS and np.isfinite(values).all(), name
@@ -26,9 +27,9 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     for metric in ("NuScenes", "VectorMap", "Tracking", "Motion", "Planning"):
         assert any(name.startswith(f"{metric}/") for name in scalars), (metric, sorted(scalars))
     assert scalars["Planning/num_frames"][ITERATIONS] > 0
-    assert (tmp_path / "two" / "val_pictures" / f"iter_{ITERATIONS}.png").stat().st_size > 10_000
+    assert (two / "val_pictures" / f"iter_{ITERATIONS}.png").stat().st_size > 10_000
 
-    trained = tmp_path / "two" / f"iter_{ITERATIONS}.pth"
+    trained = two / f"iter_{ITERATIONS}.pth"
     before, after = (read_checkpoint(path)["state_dict"] for path in (learned, trained))
     assert {name for name in after if name not in before} == {
         name for name in after if name.startswith("head.motion_plan_head.")

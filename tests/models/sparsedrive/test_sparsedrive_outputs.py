@@ -96,6 +96,7 @@ def test_grid_mask_applies_as_often_as_asked():
 
 def test_fpn_keys_and_sums():
     neck = FPN([4, 6], 5, num_outs=4, add_extra_convs="on_output", relu_before_extra_convs=True).eval()
+    convs = neck.fpn_convs
     assert [name for name, _ in neck.named_parameters()] == [
         f"{group}.{i}.conv.{kind}"
         for group, count in (("lateral_convs", 2), ("fpn_convs", 4))
@@ -106,10 +107,10 @@ def test_fpn_keys_and_sums():
     outs = neck(maps)
     fine, coarse = neck.lateral_convs[0](maps[0]), neck.lateral_convs[1](maps[1])
     up = torch.nn.functional.interpolate(coarse, size=(7, 9), mode="nearest")
-    assert_close(outs[0], neck.fpn_convs[0](fine + up))
-    assert_close(outs[1], neck.fpn_convs[1](coarse))
-    assert_close(outs[2], neck.fpn_convs[2](outs[1]))
-    assert_close(outs[3], neck.fpn_convs[3](outs[2].relu()))
+    assert_close(outs[0], convs[0](fine + up))
+    assert_close(outs[1], convs[1](coarse))
+    assert_close(outs[2], convs[2](outs[1]))
+    assert_close(outs[3], convs[3](outs[2].relu()))
 
 
 @pytest.mark.parametrize("how", [False, "on_input", "on_lateral", True])
