@@ -9,7 +9,7 @@ from datasets.driving_files import SMALL, driving_infos
 from numpy.testing import assert_allclose, assert_array_equal, assert_equal
 
 from visdet.datasets import DrivingScenesDataset, make_driving_scenes
-from visdet.datasets.synthetic.driving_renderer import GROUND_Z, boxes_in_lidar, make_cameras, shoot
+from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
 from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
 from visdet.datasets.synthetic.driving_world import (
     DRIVING_CLASSES,
@@ -69,11 +69,11 @@ def one_box_world(box_xy, yaw, color, label=0):
 )
 def test_a_box_is_painted_where_it_projects(camera, xy):
     world, pose = one_box_world(xy, 0.4, (0, 0, 255))
-    cameras = make_cameras(256, 96)
-    shot = shoot(cameras, world, 0, pose, np.random.default_rng(0))
+    renderer = Renderer(256, 96)
+    shot = renderer.shoot(world, 0, pose, np.random.default_rng(0))
     box = boxes_in_lidar(world, 0, pose)
     assert_allclose(box[0], [*xy, GROUND_Z + 0.75, 4, 2, 1.5, 0.4], atol=1e-9)
-    view = cameras[camera]
+    view = renderer.cameras[camera]
     seen = (box_corners(box)[0] - view.translation) @ view.rotation @ view.intrinsic.T
     assert (seen[:, 2] > 0).all()
     pixels = seen[:, :2] / seen[:, 2:]

@@ -1,6 +1,5 @@
 """Rendering of the synthetic driving scenes. The ground is sampled from a map, and agents are painted as cuboids."""
 
-from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 
 import cv2
@@ -118,28 +117,36 @@ def _map_pixels(xy: np.ndarray) -> np.ndarray:
     return (xy * (1, -1) + _MAP_RANGE) / _MAP_RESOLUTION - 0.5
 
 
-def shoot(
-    cameras: Sequence[Camera], world: World, frame: int, lidar_pose: np.ndarray, rng: np.random.Generator
-) -> Shot:
-    """Return what the cameras see at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
-    boxes = boxes_in_lidar(world, frame, lidar_pose)
-    ground = _paint_ground(world, lidar_pose)
-    look = world.look
-    images = []
-    points = []
-    visible = np.zeros(len(boxes), dtype=np.int64)
-    for camera in cameras:
-        map_x, map_y = cv2.split(camera.map_pixels)
-        image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=look["verge"])
-        image[np.isinf(camera.depth)] = look["sky"]
-        face_ids, owners, planes = _paint_boxes(image, camera, boxes, world.agents.colors)
-        visible += np.bincount(owners[face_ids[face_ids > 0] - 1], minlength=len(boxes))
-        points.append(_seen_points(camera, face_ids, planes))
-        noise = rng.integers(-_NOISE, _NOISE + 1, image.shape)
-        images.append((image + noise).clip(0, 255).astype(np.uint8))
-    seen = np.concatenate(points).astype(np.float32)
-    every = -(-len(seen) // _MOST_POINTS)
-    return Shot(images, visible, seen[::every])
+class Renderer:
+    """Six cameras, which paint the frames of a world.
+
+    Args:
+        width, height: the size of an image in pixels.
+    """
+
+    def __init__(self, width: int, height: int) -> None:
+        self.cameras = make_cameras(width, height)
+
+    def shoot(self, world: World, frame: int, lidar_pose: np.ndarray, rng: np.random.Generator) -> Shot:
+        """Return what the cameras see at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
+        boxes = boxes_in_lidar(world, frame, lidar_pose)
+        ground = _paint_ground(world, lidar_pose)
+        look = world.look
+        images = []
+        points = []
+        visible = np.zeros(len(boxes), dtype=np.int64)
+        for camera in self.cameras:
+            map_x, map_y = cv2.split(camera.map_pixels)
+            image = cv2.remap(ground, map_x, map_y, cv2.INTER_LINEAR, borderValue=look["verge"])
+            image[np.isinf(camera.depth)] = look["sky"]
+            face_ids, owners, planes = _paint_boxes(image, camera, boxes, world.agents.colors)
+            visible += np.bincount(owners[face_ids[face_ids > 0] - 1], minlength=len(boxes))
+            points.append(_seen_points(camera, face_ids, planes))
+            noise = rng.integers(-_NOISE, _NOISE + 1, image.shape)
+            images.append((image + noise).clip(0, 255).astype(np.uint8))
+        seen = np.concatenate(points).astype(np.float32)
+        every = -(-len(seen) // _MOST_POINTS)
+        return Shot(images, visible, seen[::every])
 
 
 def _paint_ground(world: World, lidar_pose: np.ndarray) -> np.ndarray:

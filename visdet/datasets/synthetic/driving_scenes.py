@@ -22,7 +22,7 @@ from ..info_files import save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
 from ..nuscenes_converter import ego_future
 from .drawn_folder import claim_folder, draw_each, draw_once
-from .driving_renderer import GROUND_Z, RIG, Camera, boxes_in_lidar, make_cameras, shoot
+from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
@@ -115,7 +115,8 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     num_frames = stamp["num_frames"]
     world = make_world(rng, num_frames + 1)  # of a single frame there are no speeds
     height, width = stamp["image_size"]
-    cameras = make_cameras(width, height)
+    renderer = Renderer(width, height)
+    cameras = renderer.cameras
     scene = f"{split}-{index:04d}"
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (split_number * 100_000 + index) * 3_600_000_000
@@ -126,7 +127,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     sweeps: list[dict] = []  # The first frame of a scene has none, as in nuScenes.
     for frame, (time, pose, lidar_pose) in enumerate(zip(times, poses, lidar_poses, strict=True)):
         token = f"{scene}-{frame:02d}"
-        shot = shoot(cameras, world, frame, lidar_pose, rng)
+        shot = renderer.shoot(world, frame, lidar_pose, rng)
         lidar_path = f"samples/LIDAR_TOP/{token}.bin"
         shot.points.tofile(folder / lidar_path)
         info = {
