@@ -25,6 +25,7 @@ COCO = {"_delete_": True, "type": "CocoMetric"}
 AMP = {"_delete_": True, "type": "AmpOptimWrapper", "optimizer": {"type": "SGD", "lr": 1}}
 WRAPPER = OptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1))
 MULTI_STEP = {"type": "MultiStepLR", "by_epoch": False}
+PARAMWISE = "optim_wrapper__paramwise_cfg"
 
 
 @pytest.fixture
@@ -91,6 +92,10 @@ def message_of(tmp_path, **options) -> str:
         ({"optim_wrapper__optimizer__lr": -1.0}, "optim_wrapper learning rate"),
         ({"optim_wrapper__optimizer__lr": float("inf")}, "optim_wrapper lr inf"),
         ({"optim_wrapper__clip_grad__max_norm": -1.0}, "optim_wrapper max_norm -1.0"),
+        ({"optim_wrapper__clip_grad__max_nrom": 1.0}, "optim_wrapper clip_grad 'max_nrom' max_norm"),
+        ({PARAMWISE: {"custom_kyes": {}}}, "paramwise_cfg 'custom_kyes' custom_keys"),
+        ({PARAMWISE: {"custom_keys": {"conv": {"lr_mul": 0.1}}}}, "custom_keys.conv.lr_mul 'lr_mult'"),
+        ({PARAMWISE: {"custom_keys": {"conv": {"lr_mult": -1}}}}, "custom_keys.conv.lr_mult -1"),
         ({"optim_wrapper__optimizer__type": "AdamX"}, "'AdamX' visdet::optimizer"),
         (
             {"optim_wrapper__optimizer__weight_deacy": 3},

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import AmpOptimWrapper, ConfigError, OptimWrapper, enable_amp
+from visdet.engine.optim import options
 
 
 def wrapper(model: nn.Module, lr: float = 0.1, **options) -> AmpOptimWrapper:
@@ -149,3 +150,12 @@ def test_a_run_whose_parameters_had_a_group_each_goes_on_as_it_would_have(kind):
     assert_close(updated(other, resumed, its_schedule, 4), expected)
     assert len(resumed.optimizer.param_groups) == {OptimWrapper: 2, MMEngineOptimWrapper: 8}[kind]
     assert its_schedule.get_last_value()[0] == pytest.approx(0.0001)
+
+
+def test_a_key_that_no_parameter_has_is_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(options, "print_log", lambda text, **_: said.append(text))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    options.check_custom_keys({"0.bias": {}, "backbone": {}}, model, torch.optim.SGD(model.parameters()))
+    [text] = said
+    assert "custom_keys.backbone acts on nothing" in text and "parts of the model are 0" in text

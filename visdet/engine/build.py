@@ -47,6 +47,7 @@ from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .optim.optim_wrapper import OptimWrapper
+from .optim.options import check_custom_keys, paramwise_cfg
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment
@@ -210,12 +211,16 @@ def check_before_data(runner: Any, *stages: str) -> None:
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
         with building(cfg, "optim_wrapper"):
-            runner.optim_wrapper = optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+            given = cfg.optim_wrapper
+            is_of_mmengine = isinstance(given, dict) and "constructor" not in given
+            custom_keys = paramwise_cfg(**section_of(given, "paramwise_cfg")) if is_of_mmengine else {}
+            runner.optim_wrapper = optim_wrapper = runner.build_optim_wrapper(given)
             if isinstance(optim_wrapper, OptimWrapperDict):
                 raise ConfigError(
                     "optim_wrapper must be that of one optimizer, which may have groups of parameters"
                 )
             _check_parameters(optim_wrapper, runner.model)
+            check_custom_keys(custom_keys, runner.model, optim_wrapper.optimizer)
         check_monitored(runner)
 
 

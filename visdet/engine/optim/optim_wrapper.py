@@ -11,13 +11,11 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from visdet.checks.arguments import Above0, checked_value
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
 
 from .gradients import Gradients
-
-_LIMITS_OF_GRADIENTS = ("max_norm", "clip_value")
+from .options import clip_grad as check_clip_grad
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -33,7 +31,7 @@ class OptimWrapper(_OptimWrapper):
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
     Raises:
-        InvalidInputError: a limit of ``clip_grad`` is not above 0, or a learning rate is infinite.
+        UserError: an option of ``clip_grad`` is unknown, a limit is not above 0, or a learning rate is infinite.
 
     Attributes:
         averages_gradients: whether ``step`` averages the gradients over the processes, all at once, so that a wrapper
@@ -55,10 +53,8 @@ class OptimWrapper(_OptimWrapper):
     ) -> None:
         self.groups_as_built = groups = optimizer.param_groups
         optimizer.param_groups = _merged(groups)
+        check_clip_grad(**(clip_grad or {}))
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
-        for name, limit in (self.clip_grad_kwargs or {}).items():
-            if name in _LIMITS_OF_GRADIENTS:
-                checked_value(f"{name} of clip_grad", limit, Above0)
         for group in groups:
             if group.get("lr") == math.inf:
                 raise InvalidInputError("lr of the optimizer must be a finite number, got inf")
