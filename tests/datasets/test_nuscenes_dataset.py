@@ -128,6 +128,8 @@ def test_the_truth_of_a_test_has_boxes_that_radar_alone_saw(dataset_of, infos):
 
 
 def test_augmentation_limits(dataset_of, infos):
+    with pytest.raises(UserError, match=r"data_aug_conf: bot_pct_lim must be .*from 0 to 1"):
+        dataset_of(infos, data_aug_conf=AUGMENTATION | {"bot_pct_lim": (0.0, 22.0)})
     dataset = dataset_of(infos, data_aug_conf=AUGMENTATION)
     rng = np.random.default_rng(0)
     draws = [dataset.get_augmentation(rng) for _ in range(300)]

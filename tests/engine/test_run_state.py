@@ -152,6 +152,17 @@ def test_early_stopping_goes_on_counting(tmp_path, best):
     assert all(score <= 1 for score in scores), "not the number of images"
 
 
+def test_the_best_score_is_that_of_the_same_data(tmp_path):
+    options = {"train_cfg__val_interval": 2, "train_cfg__max_iters": 4}
+    train(tmp_path, **options)
+    options |= {"train_cfg__max_iters": 6, "val_dataloader__dataset__count": 5}
+    train(tmp_path, resume="auto", **options)
+    [log] = [text for path in tmp_path.glob("*/*.log") if "no longer by" in (text := path.read_text())]
+    assert (
+        "chosen by toy/accuracy on 5 samples of ToyBoxes from now on, and no longer by toy/accuracy on" in log
+    )
+
+
 def rates(folder):
     """Return {iteration: learning rate} of the runs in a folder."""
     found = {}

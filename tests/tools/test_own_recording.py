@@ -95,6 +95,10 @@ def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monke
     assert "train_dataloader would be normalised twice" in message(
         "visualizer =", f"train_dataloader['dataset']['pipeline'] = [{twice}]\nvisualizer ="
     )
+    lorries = "dict(type='InstanceNameFilter', classes=['lorry'])"
+    assert "InstanceNameFilter of train_dataloader is for the classes ['lorry'], but" in message(
+        "visualizer =", f"train_dataloader['dataset']['pipeline'] = [{lorries}]\nvisualizer ="
+    )
     assert "NuScenesMetric: class_range must name deer" in message(
         "visualizer =", "val_evaluator = [dict(type='NuScenesMetric')]\nvisualizer ="
     )

@@ -1,9 +1,28 @@
 """The random sizes, crops, flips and rotations of the images of a frame."""
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+
+from visdet.checks.arguments import Above0, Positive, Range, Share, checked
+
+_Angle = Annotated[float, Range(-math.pi, math.pi)]
+
+
+@checked
+def data_aug_conf(
+    H: Positive,
+    W: Positive,
+    final_dim: tuple[Positive, Positive],
+    bot_pct_lim: tuple[Share, Share],
+    resize_lim: tuple[Above0, Above0],
+    rot_lim: tuple[float, float],
+    rand_flip: bool,
+    rot3d_range: tuple[_Angle, _Angle],
+) -> None:
+    """Do nothing. The arguments are what a ``data_aug_conf`` must have."""
 
 
 def drawn_augmentation(
@@ -27,11 +46,12 @@ def drawn_augmentation(
         flip, rotate, rotate_3d = False, 0.0, 0.0
     else:
         rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
-        resize = rng.uniform(*conf["resize_lim"])
-        bottom = rng.uniform(*conf["bot_pct_lim"])
+        uniform = rng.uniform
+        resize = uniform(*conf["resize_lim"])
+        bottom = uniform(*conf["bot_pct_lim"])
         flip = bool(conf["rand_flip"] and rng.integers(2))
-        rotate = rng.uniform(*conf["rot_lim"])
-        rotate_3d = rng.uniform(*conf["rot3d_range"])
+        rotate = uniform(*conf["rot_lim"])
+        rotate_3d = uniform(*conf["rot3d_range"])
         share_left = rng.random()
     new_width, new_height = int(width * resize), int(height * resize)
     top = int((1 - bottom) * new_height) - final_height

@@ -18,6 +18,7 @@ from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
+from .augmentation import data_aug_conf as check_augmentation
 from .augmentation import drawn_augmentation
 from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
@@ -119,6 +120,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.test_mode = test_mode
         self.use_valid_flag = use_valid_flag
         self.data_aug_conf = data_aug_conf
+        if data_aug_conf is not None:
+            check_augmentation(**data_aug_conf)
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
         given = self.METAINFO | (metainfo or {})
@@ -134,7 +137,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._order = self._all_frames[::load_interval]
         self._scenes = self._all_scenes[::load_interval]
         first = self.get_info(0)
-        self._camera_names = tuple(first["cams"])
+        self.camera_names = tuple(first["cams"])
         self._cameras(first)
         self.metainfo = {
             "version": self.metadata.get("version"),
@@ -209,9 +212,9 @@ class NuScenes3DDetTrackDataset(Dataset):
             raise InvalidInputError(
                 f"{where} must have {self.num_cameras} cameras (num_cameras), got {len(found)}: {', '.join(found)}"
             )
-        if found != self._camera_names:
+        if found != self.camera_names:
             raise InvalidInputError(
-                f"{where} must have its cameras in the order of other frames, {', '.join(self._camera_names)}, got "
+                f"{where} must have its cameras in the order of other frames, {', '.join(self.camera_names)}, got "
                 f"{', '.join(found)}"
             )
         cameras = info["cams"].values()
@@ -223,10 +226,11 @@ class NuScenes3DDetTrackDataset(Dataset):
         }
 
     def _annotations(self, info: dict) -> dict:
+        warn = self._warn_once
         where = f"frame {info['token']} of {self.ann_file}"
         mask = self._measured(info) if self.test_mode else self._valid(info)
         if len(mask) and not mask.any():
-            self._warn_once(
+            warn(
                 "valid_flag",
                 f"{where}: none of its {len(mask)} boxes is used, because num_lidar_pts or valid_flag says that no "
                 "sensor has measured them. Leave out these keys if they are not known",
@@ -244,7 +248,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         names = annotations["gt_names"].tolist()
         labels = [self._label(name, where) for name in names]
         if labels and max(labels) < 0:
-            self._warn_once(
+            warn(
                 "gt_names",
                 f"{where}: none of its boxes is used, because none of their gt_names {sorted(set(names))} is one of "
                 f"the classes {self.CLASSES}",
@@ -254,7 +258,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "instance_inds" in annotations:
             tracks, repeated = without_repeats(annotations["instance_inds"])
             if repeated:
-                self._warn_once(
+                warn(
                     "instance_inds",
                     f"{where} has several boxes of the tracks {repeated} (instance_inds). Such boxes count as boxes "
                     "without a track, here and in other frames",

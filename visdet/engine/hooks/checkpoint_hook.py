@@ -101,7 +101,8 @@ class CheckpointHook(_CheckpointHook):
         """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration.
 
         A metric that the validation does not define, such as an AP without true boxes, chooses no best checkpoint.
-        A run that is resumed with another ``save_best`` forgets the best scores, whose checkpoints stay.
+        A run that is resumed with another ``save_best`` or other validation data forgets the best scores, whose
+        checkpoints stay.
         """
         super().after_val_epoch(runner, metrics)
         is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
@@ -120,23 +121,25 @@ class CheckpointHook(_CheckpointHook):
                 f"save_best of the checkpoint hook: validation returned no metric {missing[0]}; there are "
                 f"{', '.join(metrics)}"
             )
+        warn = runner.logger.warning
         chosen_by = listed([next(iter(metrics)) if name == "auto" else name for name in wanted])
+        dataset = runner.val_loop.dataloader.dataset
+        data = os.path.basename(getattr(dataset, "ann_file", None) or type(dataset).__name__)
+        chosen_on = f"{chosen_by} on {len(dataset)} samples of {data}"
         hub = runner.message_hub
         before = hub.get_info(_CHOSEN_BY, chosen_by)
-        if before != chosen_by:
+        if before not in (chosen_by, chosen_on):  # Older checkpoints have the former.
             for name in [name for name in hub.runtime_info if name.startswith(_OF_BEST)]:
                 hub.pop_info(name)
             self.best_ckpt_path = None
             self.best_ckpt_path_dict = dict.fromkeys(wanted)
-            runner.logger.warning(
-                f"the best checkpoint is chosen by {chosen_by} from now on, and no longer by {before}"
-            )
-        hub.update_info(_CHOSEN_BY, chosen_by)
+            warn(f"the best checkpoint is chosen by {chosen_on} from now on, and no longer by {before}")
+        hub.update_info(_CHOSEN_BY, chosen_on)
         undefined = undefined_metrics(metrics, runner.val_evaluator.metrics)
         super()._save_best_checkpoint(runner, metrics | dict.fromkeys(undefined))
         self._end_saving(runner)
         if names := [name for name in wanted if name in undefined]:
-            runner.logger.warning(
+            warn(
                 f"no best checkpoint is chosen by {listed(names)}, which this validation does not define: its data "
                 "have no ground truth for it"
             )

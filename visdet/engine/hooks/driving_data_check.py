@@ -22,12 +22,25 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
     """
     if not hasattr(dataset, "num_cameras") or not hasattr(dataset, "get_info"):
         return
-    steps = [type(step).__name__ for step in dataset.pipeline.transforms]
-    if _NORMALIZES in steps and hasattr(model.data_preprocessor, "mean"):
-        raise ConfigError(
-            f"the images of {loader_name} would be normalised twice: by {_NORMALIZES} of the pipeline and by the mean "
-            "and the std of model.data_preprocessor. Leave out one of them"
-        )
+    classes = list(dataset.CLASSES)
+    for step in dataset.pipeline.transforms:
+        kind = type(step).__name__
+        if kind == _NORMALIZES and hasattr(model.data_preprocessor, "mean"):
+            raise ConfigError(
+                f"the images of {loader_name} would be normalised twice: by {_NORMALIZES} of the pipeline and by the "
+                "mean and the std of model.data_preprocessor. Leave out one of them"
+            )
+        names = list(getattr(step, "classes", None) or classes)
+        if names != classes:
+            raise ConfigError(
+                f"{kind} of {loader_name} is for the classes {names}, but {loader_name}.dataset has {classes}"
+            )
+        distances = getattr(step, "class_dist_thred", 0.0)
+        if isinstance(distances, list | tuple) and len(distances) < len(classes):
+            raise ConfigError(
+                f"{kind} of {loader_name} would drop all boxes of some classes: class_dist_thred has "
+                f"{len(distances)} distances, but {loader_name}.dataset has {len(classes)} classes"
+            )
     info = dataset.get_info(0)
     is_learnt = loader_name == "train_dataloader"
     for name, module in model.named_modules():

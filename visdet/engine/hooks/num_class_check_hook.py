@@ -1,5 +1,7 @@
 """A hook that checks that the model and the data sets have the same classes."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +21,8 @@ _ADVICE = ". Set model.{head}.num_classes={count}, or name the classes to train 
 class NumClassCheckHook(Hook):
     """Compares the ``num_classes`` of the model's heads with the classes of every data set before a run starts.
 
-    The data sets of one run must also have the same classes in the same order, and one order of the images' channels.
+    The data sets of one run must also have the same classes, map classes and cameras in the same order, and one order
+    of the images' channels.
     Driving models must also fit the cameras and the keys of the data sets; see :func:`check_driving_data`.
 
     Raises:
@@ -32,7 +35,7 @@ class NumClassCheckHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Check the data sets of the loops that have been built."""
         model = unwrapped(runner.model)
-        lists = {}
+        orders: dict[str, dict[str, Sequence[str]]] = defaultdict(dict)
         channel_orders = {}
         for loader_name in ("train", "val", "test"):
             loop = getattr(runner, f"_{loader_name}_loop")
@@ -44,12 +47,17 @@ class NumClassCheckHook(Hook):
                 for step in steps:
                     if hasattr(step, "channel_order"):
                         channel_orders[step.channel_order] = f"{section}.dataset"
-                classes = (getattr(dataset, "metainfo", None) or {}).get("classes")
+                meta = getattr(dataset, "metainfo", None) or {}
+                classes = meta.get("classes")
+                cameras = getattr(dataset, "camera_names", None)
+                ordered = {"classes": classes, "map_classes": meta.get("map_classes"), "cameras": cameras}
+                for kind, names in ordered.items():
+                    if names is not None:
+                        orders[kind][section] = names
                 if classes is not None:
-                    lists[section] = tuple(classes)
                     check_heads(model, classes, f"{section}.dataset ({type(dataset).__name__}) has", _ADVICE)
-        if lists:
-            _compare_lists(lists)
+        for kind, lists in orders.items():
+            _compare_lists(kind, lists)
         if len(channel_orders) > 1:
             raise ConfigError(
                 f"the channels of the images differ: {channel_orders}. Give LoadImageFromFile the same channel_order "
@@ -57,14 +65,14 @@ class NumClassCheckHook(Hook):
             )
 
 
-def _compare_lists(lists: dict[str, tuple[str, ...]]) -> None:
-    """Check that every label names the same class in all data sets of a run."""
+def _compare_lists(kind: str, lists: dict[str, Sequence[str]]) -> None:
+    """Check that every number is that of the same class or camera in all data sets of a run."""
     (first_name, first), *others = lists.items()
     for name, classes in others:
         for label, (here, there) in enumerate(zip_longest(first, classes, fillvalue="absent")):
             if here != there:
                 raise ConfigError(
-                    f"the classes of {first_name}.dataset and {name}.dataset differ: label {label} "
-                    f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
-                    "Give both the same metainfo.classes in the same order"
+                    f"the {kind} of {first_name}.dataset and {name}.dataset differ: label {label} "
+                    f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} {kind}). "
+                    f"Give both the same {kind} in the same order"
                 )
