@@ -200,12 +200,17 @@ def config_for(root: Path, base: str, folder: Path) -> str:
 
 def _converted(root: Path, folder: Path) -> dict[str, Path]:
     """Write COCO files of a data set into a folder of a run, and return them by their splits."""
+    from visdet.datasets.coco_report import coco_report
     from visdet.datasets.conversion import convert
 
     files, lines = convert(root, (folder / "data").resolve())
     found = {file.stem: file for file in files}
     for line in lines:
         say(line)
+    for split, file in found.items():
+        _, *remarks = coco_report(_content(file), str(root))
+        for remark in remarks:
+            say(f"{split}: {remark}")
     parts = [
         f"{_count(found[split])} images for {split}" for split in ("train", "val", "test") if split in found
     ]

@@ -83,8 +83,10 @@ def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path):
     before = times()
     make_shapes(folder, num_workers=1, **SMALL)
     assert times() == before
+    own = folder / "anchors.npy"
+    own.touch()
     make_shapes(folder, num_workers=1, **(SMALL | dict(num_train=4)))
-    assert len(list((folder / "train").iterdir())) == 4
+    assert len(list((folder / "train").iterdir())) == 4 and own.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".shapes.lock", "shapes"]
 
 

@@ -18,9 +18,12 @@ def is_ours(file: Path) -> bool:
 
 def read_coco(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all COCO files. Beside instances_*.json, the captions and key points are left out."""
-    files = [file for file in files_below(source.root, "*.json") if not is_ours(file)]
+    tables = files_below(source.root, "*.json")
+    files = [file for file in tables if not is_ours(file)]
     instances = [file for file in files if file.stem.startswith("instances")]
     left_out = source.left_out.others
+    if not files:
+        left_out.update(f"{file}, which {MAKER} has written: train on it by a config" for file in tables)
     for file in files:
         if instances and file not in instances:
             left_out[f"{file}, since there is {instances[0].name}"] += 1

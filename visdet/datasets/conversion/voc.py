@@ -30,10 +30,11 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
     width, height = (float(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
     picture = Picture(path, split, (width, height))
     for item in tree.iter("object"):
-        label = item.findtext("name", "")
+        text_of = item.findtext
+        label = text_of("name", "")
         what = f"{file}: an object {label} has no class or no bndbox of four numbers"
         with counted(source.left_out.boxes, what):
-            corners = [item.findtext(f"bndbox/{side}", "nothing") for side in _SIDES]
-            others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
+            corners = [text_of(f"bndbox/{side}", "nothing") for side in _SIDES]
+            others = {"ignore": 1} if text_of("difficult") == "1" else {}
             picture.boxes.append(checked_box(label, corners, **others))
     return picture

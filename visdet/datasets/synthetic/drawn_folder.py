@@ -49,8 +49,8 @@ def draw_once(
     """Let ``draw`` fill ``folder``, unless it already holds ``stamp``, and return the folder.
 
     Everything is written beside the folder and renamed at the end. Processes that start at the same time wait for the
-    first one. A folder with another stamp is replaced if no data set of this process reads it. A folder without a stamp
-    is replaced only if it is empty.
+    first one. A folder with another stamp is replaced if no data set of this process reads it; what somebody has put
+    beside the drawn files stays. A folder without a stamp is replaced only if it is empty.
 
     Args:
         folder: the folder to write.
@@ -122,9 +122,14 @@ def _write_and_rename(
         partial.mkdir()
         draw(partial, stamp, num_workers)
         (partial / stamp_name).write_text(json.dumps(stamp, indent=1) + "\n")
+        replaced = Path(place, "replaced")
         if folder.exists():
-            folder.rename(Path(place, "replaced"))
+            folder.rename(replaced)
         partial.rename(folder)
+        for old in replaced.glob("*"):
+            kept = folder / old.name
+            if not kept.exists():  # It was not drawn, such as anchors.
+                old.rename(kept)
 
 
 def _read_stamp(path: Path) -> dict | None:
