@@ -11,7 +11,7 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import Names, also_takes
+from visdet.checks.arguments import AtLeast0, Names, also_takes
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.driving_data_sample import predictions_of
@@ -80,6 +80,10 @@ class DrivingMetric(BaseMetric):
             raise InvalidInputError(
                 f"{type(self).__name__}: classes must have the order of the data set's labels, {own}, got {classes}"
             )
+        self.check_classes()
+
+    def check_classes(self) -> None:
+        """Check what depends on the names of the labels, before the evaluation of a whole data set."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -104,10 +108,11 @@ class DrivingMetric(BaseMetric):
             check_finite(name, DIVERGED, **found)
             poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
             self.check_true(sample, **poses)
-            time = sample.get("timestamp")
-            pose = sample.get("T_global")
+            given = sample.get
+            time = given("timestamp")
+            pose = given("T_global")
             place = {
-                "scene_token": sample.get("scene_token"),
+                "scene_token": given("scene_token"),
                 "timestamp": None if time is None else float(time),
                 "T_global": None if pose is None else as_array(pose).tolist(),
             }
@@ -182,13 +187,17 @@ class DrivingBoxMetric(DrivingMetric):
     def __init__(
         self,
         classes: Names | None = None,
-        class_range: Mapping[str, float] | float | None = None,
+        class_range: Mapping[str, AtLeast0] | AtLeast0 | None = None,
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
         self.classes = classes
         self.class_range = self.default_range if class_range is None else class_range
+
+    def check_classes(self) -> None:
+        for name in self.names:
+            self.range_of(name)
 
     def range_of(self, name: str) -> float:
         """Return the distance of a class.

@@ -126,6 +126,12 @@ class MotionMetric(DrivingBoxMetric):
             constant=constant[:, None],
         )
 
+    def check_classes(self) -> None:
+        for name in self.names:
+            merged = self.class_mapping.get(name)
+            if merged is not None:
+                self.range_of(merged)
+
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the four values of each merged class, for the model and for constant velocity."""
         mapping = self.class_mapping
