@@ -47,14 +47,15 @@ def starts(lengths, device):
 @pytest.mark.parametrize("lengths", [(LENGTHS_Q, LENGTHS_K), ([3, 3], [5, 5]), ([4, 4], [4, 4])], ids=str)
 def test_sequences_of_several_lengths(function, lengths, causal, dtype, device):
     heads = 1 if function == "varlen_heads" else 2
-    q = sequences(lengths[0], 2, device, dtype, 1)
-    k, v = (sequences(lengths[1], heads, device, dtype, seed) for seed in (2, 3))
-    tables = (starts(lengths[0], device), starts(lengths[1], device), max(lengths[0]), max(lengths[1]) + 1)
+    of_queries, of_keys = lengths
+    q = sequences(of_queries, 2, device, dtype, 1)
+    k, v = (sequences(of_keys, heads, device, dtype, seed) for seed in (2, 3))
+    tables = (starts(of_queries, device), starts(of_keys, device), max(of_queries), max(of_keys) + 1)
     attend = getattr(flash, f"flash_attn_{function.removesuffix('_heads')}_func")
     keys = (torch.stack([k, v], 1),) if function.endswith("kvpacked") else (k, v)
     out = attend(q, *keys, *tables, 0.0, softmax_scale=0.3, causal=causal)
     wide = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
-    parts = zip(wide[0].split(lengths[0]), *(x.split(lengths[1]) for x in wide[1:]), strict=True)
+    parts = zip(wide[0].split(of_queries), *(x.split(of_keys) for x in wide[1:]), strict=True)
     expected = torch.cat([written_out(*part, 0.3, causal, function.startswith("varlen")) for part in parts])
     tolerance = TOLERANCE[dtype]
     assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)

@@ -275,11 +275,12 @@ def test_a_loader_pads_to_the_planned_size_and_resumes_at_any_batch(workers):
         plans = [batch.indices.plan for batch in loader.batch_sampler]
         batches = [preprocess(batch, training=True) for batch in loader]
         for plan, batch in zip(plans, batches, strict=True):
-            assert batch["inputs"].shape[-2:] == plan.size
+            size = plan.size
+            assert batch["inputs"].shape[-2:] == size
             for image, sample in zip(batch["inputs"], batch["data_samples"], strict=True):
                 height, width = sample.img_shape
-                assert sample.batch_input_shape == plan.size
-                assert image.sum() == 3 * (plan.size[0] * plan.size[1] - height * width)
+                assert sample.batch_input_shape == size
+                assert image.sum() == 3 * (math.prod(size) - height * width)
         return [[(s.img_id, s.img_shape, s.flip) for s in batch["data_samples"]] for batch in batches]
 
     whole = images(0)

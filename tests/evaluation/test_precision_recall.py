@@ -15,10 +15,11 @@ def test_a_curve_by_hand():
     # Sorted: 0.9 right, 0.8 wrong, 0.7 right, 0.6 wrong, of 3 true objects.
     curve = score_curve(np.array([0.7, 0.9, 0.6, 0.8]), np.array([True, True, False, False]), 3)
     assert curve["scores"] == [0.9, 0.8, 0.7, 0.6]
-    assert curve["precision"] == pytest.approx([1, 1 / 2, 2 / 3, 1 / 2])
-    assert curve["recall"] == pytest.approx([1 / 3, 1 / 3, 2 / 3, 2 / 3])
-    assert curve["best_f1"] == pytest.approx(2 / 3) and curve["best_threshold"] == pytest.approx(0.65)
-    assert (curve["best_precision"], curve["best_recall"]) == pytest.approx((2 / 3, 2 / 3))
+    most = 2 / 3
+    assert curve["precision"] == pytest.approx([1, 1 / 2, most, 1 / 2])
+    assert curve["recall"] == pytest.approx([1 / 3, 1 / 3, most, most])
+    best = [curve[f"best_{name}"] for name in ("f1", "precision", "recall", "threshold")]
+    assert best == pytest.approx([most, most, most, 0.65])
 
 
 @pytest.mark.parametrize("seed", range(4))

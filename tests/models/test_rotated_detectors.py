@@ -240,8 +240,10 @@ def test_a_step_reaches_every_parameter(variant, loss_iou):
     backward(losses)
     assert all("backbone" in name for name in without_gradient(model))
     found = model.eval()(images, samples, mode="predict")[1].pred_instances
-    assert found.bboxes.shape == (5, 5) and found.bboxes.isfinite().all()
-    assert ((found.bboxes[:, 4] >= -math.pi / 2) & (found.bboxes[:, 4] < math.pi / 2)).all()
+    boxes = found.bboxes
+    angles = boxes[:, 4]
+    assert boxes.shape == (5, 5) and boxes.isfinite().all()
+    assert ((angles >= -math.pi / 2) & (angles < math.pi / 2)).all()
 
 
 @for_each_loss_of_boxes

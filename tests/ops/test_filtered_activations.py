@@ -109,8 +109,9 @@ def test_pixel_group_grows_from_contours_to_near_embeddings(device):
     assert groups[0] == [0, 0]
     for k in range(1, 4):
         y, x = (text == k).nonzero(as_tuple=True)
-        assert groups[k][1] == len(y) and groups[k][2::2] == x.tolist() and groups[k][3::2] == y.tolist()
-        assert groups[k][0] == pytest.approx(float(score[text == k].mean()))
+        mean, count, *places = groups[k]
+        assert count == len(y) and places[::2] == x.tolist() and places[1::2] == y.tolist()
+        assert mean == pytest.approx(float(score[text == k].mean()))
     with pytest.raises(ValueError, match="kernel_label must be below kernel_region_num 2, got 3"):
         pixel_group(*given, 2, 2.0)
 

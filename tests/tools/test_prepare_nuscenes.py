@@ -88,9 +88,10 @@ def test_map(nuscenes):
     infos, _ = converted(root, with_map=True)
     checked = 0
     for info, source in zip(infos, sources, strict=True):
-        assert sorted(info["map_annos"]) == [0, 1, 2]
+        lines = info["map_annos"]
+        assert sorted(lines) == [0, 1, 2]
         for label in (0, 2):
-            ours, expected = info["map_annos"][label], source["map_annos"][label]
+            ours, expected = lines[label], source["map_annos"][label]
             # At the rim of the region the two parts of a crossing may be cut so that they point another way.
             is_inner = [label == 2 or (np.abs(line) < [14.9, 29.9]).all() for line in expected]
             for line in (line for line, inner in zip(expected, is_inner, strict=True) if inner):
@@ -102,11 +103,11 @@ def test_map(nuscenes):
                 points = np.concatenate([resample(one, 2000) for one in ours])
                 assert cdist(points, line).min(axis=0).max() < 0.05
                 checked += 1
-        for line in info["map_annos"][0]:
+        for line in lines[0]:
             assert_array_equal(line[0], line[-1])
         for label in (1, 2):
             expected = np.concatenate([resample(line, 500) for line in source["map_annos"][label]])
-            for line in info["map_annos"][label]:
+            for line in lines[label]:
                 assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-6).all()
                 assert cdist(line, expected).min(axis=1).max() < 0.3
     assert checked > 20

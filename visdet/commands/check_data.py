@@ -38,14 +38,15 @@ def run(config: str, cfg_options: dict[str, Any] | None, out_dir: str | None) ->
     cfg, _ = load_config(config, cfg_options)
     if out_dir:
         check_work_dir(out_dir, "--out-dir")
-    init_default_scope(cfg.get("default_scope", "visdet"))
+    given = cfg.get
+    init_default_scope(given("default_scope", "visdet"))
     heads = {
         f"model.{name}.num_classes": part["num_classes"]
-        for name, part in cfg.get("model", {}).items()
+        for name, part in given("model", {}).items()
         if isinstance(part, dict) and "num_classes" in part
     }
-    splits = [split for split in ("train", "val", "test") if cfg.get(f"{split}_dataloader")]
-    if "val" in splits and cfg.get("test_dataloader") == cfg.val_dataloader:
+    splits = [split for split in ("train", "val", "test") if given(f"{split}_dataloader")]
+    if "val" in splits and given("test_dataloader") == cfg.val_dataloader:
         splits.remove("test")
     seen: dict[str, str] = {}
     problems = 0

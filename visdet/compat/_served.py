@@ -105,9 +105,9 @@ class _Function:
         self.__name__ = name
         self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
         types = self.types = signature.__annotations__
-        self.results = [name for name in types if types[name] in (Result, FirstRows)]
-        self.grad_outputs = [name for name in types if types[name] == GradOutput]
-        self.gradients = {name: names[name] for name in types if types[name] == Gradient}
+        self.results = [name for name, kind in types.items() if kind in (Result, FirstRows)]
+        self.grad_outputs = [name for name, kind in types.items() if kind == GradOutput]
+        self.gradients = {name: names[name] for name, kind in types.items() if kind == Gradient}
         self.taken = inspect.signature(operator).parameters
         assert names.keys() <= types.keys() and {*names.values(), *returns} <= self.taken.keys(), entry
         self.sources: dict[str, list[str]] = {}
@@ -149,10 +149,11 @@ class _Function:
         return None if annotation == Tensor | None and value is not None and value.numel() == 0 else value
 
     def _differentiate(self, given: dict[str, Any], passed: dict[str, Any]) -> Any:
+        returns = self.returns
         targets = {source: given[name] for name, source in self.gradients.items()}
         grad_outputs = [given[name] for name in self.grad_outputs]
         inputs: dict[str, Any] = {}
-        for name in [*targets, *self.returns]:
+        for name in [*targets, *returns]:
             value = passed[name] if name in passed else torch.zeros_like(targets[name])
             if isinstance(value, tuple):
                 value = grad_outputs[0].new_zeros(value)
@@ -166,7 +167,7 @@ class _Function:
         for name, grad in zip(inputs, grads, strict=True):
             if targets.get(name) is not None:
                 _copy(self.entry, f"the gradient of {name}", targets[name], grad)
-        return (grads if len(self.returns) > 1 else grads[0]) if self.returns else None
+        return (grads if len(returns) > 1 else grads[0]) if returns else None
 
     def _write(self, given: dict[str, Any], result: Any) -> Any:
         """Write results into their tensors, and return what is left of them."""
@@ -179,10 +180,11 @@ class _Function:
                 target.fill_(values)
                 continue
             if self.types[name] == FirstRows:
-                if target.dim() and len(target) < len(values):
-                    sizes = ", ".join(map(str, [f"{len(values)} or more", *values.shape[1:]]))
+                count = len(values)
+                if target.dim() and len(target) < count:
+                    sizes = ", ".join(map(str, [f"{count} or more", *values.shape[1:]]))
                     raise ValueError(f"{self.entry}: {name} must be [{sizes}], got {list(target.shape)}")
-                target = target[: len(values)]
+                target = target[:count]
             _copy(self.entry, name, target, values)
         rest = results[len(self.results) :]
         return rest[0] if rest else None

@@ -49,6 +49,7 @@ def dcnv3_forward(
     """
     B, H, W, _ = input.shape
     _, Hout, Wout, _ = offset.shape
+    num_outputs = Hout * Wout
     wide = wide_type(input)
     device = input.device
 
@@ -60,20 +61,20 @@ def dcnv3_forward(
     half_h = dilation_h * (kernel_h - 1) // 2
     x = half_w - pad_w + steps(Wout) * stride_w
     y = half_h - pad_h + steps(Hout) * stride_h
-    centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).view(1, Hout * Wout, 1, 1, 2)
+    centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).view(1, num_outputs, 1, 1, 2)
     across = steps(kernel_w) * dilation_w - half_w
     down = steps(kernel_h) * dilation_h - half_h
     points = torch.cartesian_prod(across, down)
     if remove_center:
         points = points[torch.arange(len(points), device=device) != len(points) // 2]
-    moved = points + offset.to(wide).view(B, Hout * Wout, group, -1, 2)
+    moved = points + offset.to(wide).view(B, num_outputs, group, -1, 2)
     locations = (centers + moved * offset_scale + 0.5) / moved.new_tensor([W, H])
     out = ops.ms_deform_attn(
         input.reshape(B, H * W, group, group_channels),
         torch.tensor([[H, W]], device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
         locations[:, :, :, None],
-        mask.to(wide).view(B, Hout * Wout, group, 1, -1),
+        mask.to(wide).view(B, num_outputs, group, 1, -1),
     )
     return out.view(B, Hout, Wout, -1)
 

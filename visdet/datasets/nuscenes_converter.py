@@ -158,8 +158,9 @@ class NuScenesConverter:
 
     def _poses(self, data: dict) -> tuple[dict, dict]:
         """Return the calibration of a sensor and the pose of the vehicle, given the record of the sensor's data."""
-        calibration = self.tables.get("calibrated_sensor", data["calibrated_sensor_token"])
-        return calibration, self.tables.get("ego_pose", data["ego_pose_token"])
+        record_of = self.tables.get
+        calibration = record_of("calibrated_sensor", data["calibrated_sensor_token"])
+        return calibration, record_of("ego_pose", data["ego_pose_token"])
 
     def _annotations(self, sample_token: str, lidar_pose: np.ndarray) -> dict:
         """Return boxes, names, velocities, ids and futures in the lidar frame."""

@@ -140,14 +140,15 @@ def _lines(
 
 def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: np.ndarray) -> list[str]:
     """Return what the rate of the frames means for motion and planning, and how many paths and commands do not fit."""
-    lines = []
+    lines: list[str] = []
+    say = lines.append
     if len(seconds) and all(has_step_rate(times) for times in times_of_scene if len(times) > 1):
-        lines.append(f"motion and planning: a frame is a step of {STEP_S:g} s")
+        say(f"motion and planning: a frame is a step of {STEP_S:g} s")
         dropped = int((seconds > 1.5 * STEP_S).sum())
         if dropped:
             lines[0] += f", but {dropped} gaps are longer, in which boxes are interpolated by track"
     elif len(seconds):
-        lines.append(
+        say(
             f"motion and planning: {1 / np.median(seconds):.3g} frames per second, but steps of {STEP_S:g} s. "
             "gt_agent_fut_trajs and gt_ego_fut_trajs must hold the displacements of such steps, not of frames. The "
             "boxes that plans are compared with are looked up by time stamp, and interpolated by track"
@@ -175,17 +176,17 @@ def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: 
                 aside += bool(x > max(y, _WRONG_PATH_M))
                 opposite += bool(is_right * goes_left + is_left * goes_right)
     if wrong:
-        lines.append(
+        say(
             f"gt_ego_fut_trajs: {wrong} of {compared} paths end more than {_WRONG_PATH_M:g} m from where ego2global "
             f"says that the vehicle is at that time. Their steps must be {STEP_S:g} s long"
         )
     if 2 * aside > compared:
-        lines.append(
+        say(
             f"gt_ego_fut_trajs: {aside} of {compared} paths lead more aside than ahead. The x axis of the lidar frame "
             "must point to the right, and its y axis ahead"
         )
     if opposite:
-        lines.append(
+        say(
             f"gt_ego_fut_cmd: {opposite} of {compared} commands say right where the path leads left, or the reverse. "
             "Their order is right, left, straight"
         )

@@ -98,12 +98,13 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
 def resized_to(cfg: Config) -> tuple[int, int]:
     """Return the (height, width) of the images that the test pipeline makes."""
     dataset = dataset_config(cfg, "test")
-    for step in dataset.get("pipeline", ()):
+    given = dataset.get
+    for step in given("pipeline", ()):
         if step.get("type") == "Resize" and isinstance(step.get("scale"), list | tuple):
             width, height = step["scale"]
             return height, width
-    if dataset.get("type") == "ShapesDataset":
-        side = dataset.get("generator", {}).get("image_size", 128)
+    if given("type") == "ShapesDataset":
+        side = given("generator", {}).get("image_size", 128)
         return side, side
     raise ConfigError(
         "the test pipeline does not resize images to one size: give the size by --shape HEIGHT WIDTH"

@@ -208,7 +208,8 @@ class DetRunner(RunCheckpoints):
     def _train(self) -> None:
         cfg = self.cfg
         call_hook = self.call_hook
-        if cfg.get("train_cfg") is None:
+        given = cfg.get
+        if given("train_cfg") is None:
             raise ConfigError(
                 "the config has no train_cfg, train_dataloader and optim_wrapper, which training needs"
             )
@@ -218,7 +219,7 @@ class DetRunner(RunCheckpoints):
         loop = self.train_loop
         by_epoch = loop.by_epoch
         _ = self.val_loop  # Both read the data.
-        self.scale_lr(optim_wrapper, cfg.get("auto_scale_lr"))
+        self.scale_lr(optim_wrapper, given("auto_scale_lr"))
         self.param_schedulers = schedules = build.build_schedules(cfg, optim_wrapper, loop)
         self.recipe = recipe_of(optim_wrapper.optimizer, schedules)
         self.late_numbers = LateNumbers()
@@ -241,7 +242,7 @@ class DetRunner(RunCheckpoints):
             set_random_state(random_state)
         if self._must_catch_up(loop):
             self._validate()
-        is_compiled = bool(cfg.get("compile"))
+        is_compiled = bool(given("compile"))
         with living_objects_not_collected(), compilations_told(is_compiled), signals_noted() as self._signal:
             model.train()
             prepare_sizes(unwrapped(model), optim_wrapper, loop.dataloader, graphs.get("loss"), self.logger)

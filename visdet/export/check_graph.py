@@ -113,13 +113,14 @@ class _Comparison:
 
     def add(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """Compare the outputs for some inputs, and return those of the model and of the graph by the model's names."""
+        differences = self.differences
         outputs = self._outputs(inputs)
         expected = arrays(outputs)
         given = self._given(inputs)
         found = self._named(self.run(given))
-        before = self.differences.most
-        self._compare(expected, found, self.differences)
-        if self.differences.most > before:
+        before = differences.most
+        self._compare(expected, found, differences)
+        if differences.most > before:
             self.worst = inputs
             self.given = given
             self.expected = expected
@@ -147,7 +148,8 @@ class _Comparison:
         """Return where the outputs begin to differ."""
         run = partial(self.model.run, self.worst)
         limit = self.limit.difference
-        found = self.graph.function("onnxruntime", is_exposed=True)(self.given)
+        function_of = partial(self.graph.function, is_exposed=True)
+        found = function_of("onnxruntime")(self.given)
         if wrong := self._wrong(found):
             near = counterparts(run, found, limit)
             node, tensor, text = self._first(found, near, wrong)
@@ -161,7 +163,7 @@ class _Comparison:
         runtime = self.runtime
         if runtime == "onnxruntime":
             return right
-        theirs = self.graph.function(runtime, is_exposed=True)(self.given)
+        theirs = function_of(runtime)(self.given)
         wrong = self._wrong(theirs)
         if not wrong:
             return f"{right}, and so does {runtime} with all tensors as outputs"

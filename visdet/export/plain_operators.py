@@ -138,19 +138,21 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
     count = x.dim()
     if not count:
         return NotImplemented
+    sizes = index.shape
+    own_sizes = x.shape
     dim = dim % count
     rest = range(dim + 1, count)
-    takes_rows = all(index.stride(axis) == 0 and index.shape[axis] == x.shape[axis] for axis in rest)
+    takes_rows = all(index.stride(axis) == 0 and sizes[axis] == own_sizes[axis] for axis in rest)
     last = dim if takes_rows else count - 1
     for axis in reversed(rest) if takes_rows else ():
         index = index.select(axis, 0)
     place: Any = 0
     for axis in range(last + 1):
-        size = index.shape[axis]
+        size = sizes[axis]
         own = torch.arange(size, device=x.device).view(-1, *[1] * (last - axis))
-        place = place * x.shape[axis] + (index if axis == dim else own)
+        place = place * own_sizes[axis] + (index if axis == dim else own)
     rows = x.flatten(0, last).index_select(0, place.flatten())
-    return rows.view(*index.shape, *x.shape[last + 1 :])
+    return rows.view(*index.shape, *own_sizes[last + 1 :])
 
 
 def _order(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Tensor:

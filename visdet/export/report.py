@@ -9,14 +9,15 @@ from visdet.files.writing import write_atomically
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write ``report.json`` and ``report.md`` into a folder."""
+    given = report.get
     write_atomically(folder / "report.json", json.dumps(report, indent=1))
-    data = report.get("data", {})
-    plain = report.get("without_options")
+    data = given("data", {})
+    plain = given("without_options")
     lines = [
         f"# Export: {report['format']}, {report['precision']}\n",
         *(f"**{report[name]}**" for name in ("error", "remark") if name in report),
         *(f"* {name}: {size / 2**20:.1f} MiB" for name, size in report["bytes"].items()),
-        *_differences(report.get("differences"), "random inputs"),
+        *_differences(given("differences"), "random inputs"),
         *_differences(data.get("differences"), "data"),
     ]
     if plain is not None:
@@ -28,7 +29,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         lines += ["", f"| metric | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
         for name in metrics[columns[0]]:
             lines.append(f"| {name} | {' | '.join(f'{metrics[column][name]:.4f}' for column in columns)} |")
-    if times := report.get("latency"):
+    if times := given("latency"):
         lines += [
             f"\nOn {times['device']} with {times['threads']} threads:\n",
             "| | p50 ms | p99 ms | images per second |",

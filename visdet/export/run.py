@@ -246,6 +246,7 @@ def _latencies(family: Family, run: Run) -> dict[str, Any]:
 
 def _described(family: Family, program: Program) -> dict[str, Any]:
     """Return what ``model.json`` says of the model, its inputs and its outputs."""
+    meaning_of = family.about.get
     inputs = {}
     ranges = {}
     for name, tensor in program.inputs.items():
@@ -256,7 +257,7 @@ def _described(family: Family, program: Program) -> dict[str, Any]:
         inputs[name] = {
             "type": str(tensor.dtype).removeprefix("torch."),
             "shape": shape,
-            "meaning": family.about.get(name, ""),
+            "meaning": meaning_of(name, ""),
         }
     return {
         "model": type(family.model).__name__,
@@ -267,6 +268,6 @@ def _described(family: Family, program: Program) -> dict[str, Any]:
         },
         "inputs": inputs,
         "ranges": ranges,
-        "outputs": {name: family.about.get(name, "") for name in family.output_names},
+        "outputs": {name: meaning_of(name, "") for name in family.output_names},
         "states": family.states,
     }

@@ -51,6 +51,7 @@ class _Standard(TorchFunctionMode):
         self.nodes = NODES.get(custom_op, {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nodes = self.nodes
         named = kwargs or {}
         if func is F.layer_norm:
             # onnxruntime's kernel of a sum with its normalisation is slower than the two. It needs three axes.
@@ -60,14 +61,14 @@ class _Standard(TorchFunctionMode):
         name = func.__name__.partition(".")[0]
         maps = args[:3]
         samples = args[3:]
-        if name == "ms_deform_attn_fused" and "ms_deform_attn" in self.nodes:
+        if name == "ms_deform_attn_fused" and "ms_deform_attn" in nodes:
             name = "ms_deform_attn"
             args = (*maps, *attention_samples(args[1], *samples))
         elif name == "deformable_aggregation_fused":
             name = "deformable_aggregation"
             args = (*maps, *aggregation_samples(*samples))
-        if name in self.nodes:
-            return self.nodes[name](*args)
+        if name in nodes:
+            return nodes[name](*args)
         if name not in _FORMULAS:
             raise ExportError(
                 f"the operator visdet::{name} has no formula in standard operators, so that the model can only be "

@@ -117,9 +117,11 @@ class GIoULoss(ReducedLoss):
 
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each pair [...] of boxes pred and target [..., 4] (x1, y1, x2, y2), in the same unit."""
-        if pred.shape != target.shape or pred.shape[-1] != 4:
+        shape = pred.shape
+        other = target.shape
+        if shape != other or shape[-1] != 4:
             raise ValueError(
-                f"GIoULoss: pred and target must be [..., 4], got {tuple(pred.shape)} and {tuple(target.shape)}"
+                f"GIoULoss: pred and target must be [..., 4], got {tuple(shape)} and {tuple(other)}"
             )
         return 1 - elementwise_overlaps(pred, target, mode="giou", eps=self.eps)
 
@@ -332,10 +334,11 @@ class GaussianFocalLoss(ReducedLoss):
 
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each of the probabilities pred [...] against target [...]."""
-        if pred.shape != target.shape:
+        shape = pred.shape
+        other = target.shape
+        if shape != other:
             raise ValueError(
-                "GaussianFocalLoss: pred and target must have one shape, "
-                f"got {tuple(pred.shape)} and {tuple(target.shape)}"
+                f"GaussianFocalLoss: pred and target must have one shape, got {tuple(shape)} and {tuple(other)}"
             )
         pred = at_least_float32(pred)
         positive = -(pred + _EPS).log() * (1 - pred).pow(self.alpha) * (target == 1)

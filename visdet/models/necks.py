@@ -182,16 +182,16 @@ class FPN(BaseModule):
         for i in range(len(laterals) - 1, 0, -1):
             laterals[i - 1] = self._added(laterals[i - 1], laterals[i])
         outs = [conv(level) for conv, level in zip(self.fpn_convs, laterals, strict=False)]
+        last = outs[-1]
         if not self.add_extra_convs:
             for _ in range(self.num_extra):
-                outs.append(F.max_pool2d(outs[-1], 1, stride=2))
+                last = F.max_pool2d(last, 1, stride=2)
+                outs.append(last)
             return tuple(outs)
-        source = {"on_input": inputs[-1], "on_lateral": laterals[-1], "on_output": outs[-1]}[
-            self.add_extra_convs
-        ]
+        source = {"on_input": inputs[-1], "on_lateral": laterals[-1], "on_output": last}[self.add_extra_convs]
         for i, conv in enumerate(self.fpn_convs[len(laterals) :]):
-            outs.append(conv(F.relu(source) if i and self.relu_before_extra_convs else source))
-            source = outs[-1]
+            source = conv(F.relu(source) if i and self.relu_before_extra_convs else source)
+            outs.append(source)
         return tuple(outs)
 
     def _added(self, finer: Tensor, coarser: Tensor) -> Tensor:

@@ -89,9 +89,8 @@ def planning() -> Iterator[None]:
 
 def kernel_device(tensor: Tensor) -> str:
     """Return the type of the device whose kernels serve a tensor."""
-    if tensor.device.type == "meta" and getattr(_state, "is_planning", False):
-        return "cuda"
-    return tensor.device.type
+    kind = tensor.device.type
+    return "cuda" if kind == "meta" and getattr(_state, "is_planning", False) else kind
 
 
 def is_loaded(name: str) -> bool:

@@ -120,9 +120,10 @@ def _corners(position: Tensor, size: int) -> Corners:
     """Return the corners of samples that are clamped to the map and count if -1 <= position <= size."""
     counts = (position >= -1) & (position <= size)
     position = torch.where(counts, position, 0).clamp(min=0)
-    low = position.detach().floor().long().clamp(max=size - 1)
-    high = (low + 1).clamp(max=size - 1)
-    fraction = torch.where(low < size - 1, position - low, 0)
+    last = size - 1
+    low = position.detach().floor().long().clamp(max=last)
+    high = (low + 1).clamp(max=last)
+    fraction = torch.where(low < last, position - low, 0)
     return low, high, fraction, counts
 
 

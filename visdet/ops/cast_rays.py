@@ -1,5 +1,6 @@
 """Rays through grids of voxels: the first occupied voxel of each, and the distance that a density lets them go."""
 
+import math
 from itertools import accumulate
 
 import torch
@@ -133,7 +134,8 @@ def render_rays_reference(density: Tensor, origins: Tensor, points: Tensor, time
 def _values(grid: Tensor, voxels: Tensor, times: Tensor) -> Tensor:
     """Return the numbers of voxels of the grids of rays in float64, and 0 for the voxel -1."""
     image = numbers_to(len(times), times)[:, None]
-    place = (image * grid.shape[1] + times * (grid.shape[1] > 1)) * grid.shape[2:].numel() + voxels
+    _, num_times, *size = grid.shape
+    place = (image * num_times + times * (num_times > 1)) * math.prod(size) + voxels
     values = torch.cat([grid.double().flatten(), grid.new_zeros(1, dtype=torch.float64)])
     return values[torch.where(voxels < 0, -1, place)]
 

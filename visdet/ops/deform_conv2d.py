@@ -160,6 +160,7 @@ def deform_conv2d_reference(
     dtype = torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32))
     outputs, of_group, KH, KW = weight.shape
     G, (B, C, H, W) = deform_groups, input.shape
+    num_maps = B * G
     height, width = output_shape(input, weight, stride, padding, dilation)
     size = height * width
     settings = zip((KH, KW), (height, width), stride, padding, dilation, strict=True)
@@ -167,11 +168,11 @@ def deform_conv2d_reference(
         numbers_to(count, input) * step - pad + numbers_to(taps, input)[:, None] * gap
         for taps, count, step, pad, gap in settings
     )  # [KH, H'], [KW, W']
-    y, x = offset.to(dtype).reshape(B * G, KH, KW, 2, height, width).unbind(3)
+    y, x = offset.to(dtype).reshape(num_maps, KH, KW, 2, height, width).unbind(3)
     y, x = (y + tap_y[:, None, :, None]).flatten(1), (x + tap_x[:, None]).flatten(1)
-    maps = F.pad(input.to(dtype).reshape(B * G, C // G, H, W), (1, 1, 1, 1))  # The pixels outside are 0.
+    maps = F.pad(input.to(dtype).reshape(num_maps, C // G, H, W), (1, 1, 1, 1))  # The pixels outside are 0.
     rows = maps.permute(0, 2, 3, 1).flatten(0, 2)
-    first_row = numbers_to(B * G, input) * maps.shape[2:].numel()
+    first_row = numbers_to(num_maps, input) * maps.shape[2:].numel()
     samples = blended(
         rows, first_row, _corners(y, H), _corners(x, W), W + 2
     )  # [B * G, KH * KW * H' * W', C / G]

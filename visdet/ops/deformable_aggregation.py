@@ -147,6 +147,8 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
     op = "feature_maps_format"
     check_that(len(feature_maps) > 0, op, "feature_maps", "hold at least one map", "none")
     groups = [feature_maps] if isinstance(feature_maps[0], Tensor) else feature_maps
+    first_group = groups[0]
+    L = len(first_group)
     flat, shapes = [], []
     for maps in groups:
         count = len(maps)
@@ -155,8 +157,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         check_that(are_maps, op, "each level", "be [B, V, C, H, W]", first_map)
         shape = first_map.shape
         B, V, C = shape[:3]
-        L = len(groups[0])
-        first_B, _, first_C = groups[0][0].shape[:3]
+        first_B, _, first_C = first_group[0].shape[:3]
         fits = count == L and first_B == B and first_C == C
         given = f"{count} like {list(shape)}"
         expected = "have {} levels [{}, V, {}, H, W] as the first group has"
@@ -165,7 +166,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
         flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V
     level_shapes = torch.tensor(shapes, dtype=torch.int64, device="cpu")
-    level_shapes = level_shapes.view(-1, len(groups[0]), 2)
+    level_shapes = level_shapes.view(-1, L, 2)
     level_starts = starts_of(level_shapes.prod(-1).flatten()).view(level_shapes.shape[:2])
     return [torch.cat(flat, 1), level_shapes, level_starts]
 

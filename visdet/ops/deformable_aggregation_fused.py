@@ -97,10 +97,11 @@ def deformable_aggregation_fused(
     if kernel_device(features) in ("cuda", "meta") and not is_calibrating:
         return _deformable_aggregation_fused(features, shapes, starts, points, *given)
     B, Q, P, _ = points.shape
-    expected = [B, Q, projection.shape[1], *logits.shape[-3:-2], P, *logits.shape[-1:]]
+    shape = logits.shape
+    expected = [B, Q, projection.shape[1], *shape[-3:-2], P, *shape[-1:]]
     if camera_logits.dim() == 5:
         expected = [B, Q, *camera_logits.shape[2:]]
-    fits = list(logits.shape) == expected
+    fits = list(shape) == expected
     check_that(fits, "deformable_aggregation_fused", "logits", "be {}", logits, expected)
     is_finite = points.isfinite().all(-1)[..., None]
     locations, weights = locations_and_weights(torch.where(is_finite, points, 0), *given)

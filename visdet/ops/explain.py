@@ -204,16 +204,19 @@ def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
 def _plans_of(notes: list[dict[str, Any]]) -> list[OperatorPlan]:
     plans: list[OperatorPlan] = []
     for note in notes:
+        kind = note["kind"]
+        op = note["op"]
         is_chosen = bool(plans) and plans[-1].path is not None
-        if not plans or plans[-1].op != note["op"] or (note["kind"] != "launch" and is_chosen):
-            plans.append(OperatorPlan(note["op"]))
-        if note["kind"] == "declined":
-            plans[-1].declined.append((note["path"], note["reason"]))
-        elif note["kind"] == "chosen":
-            plans[-1].path = note["path"]
+        if not plans or plans[-1].op != op or (kind != "launch" and is_chosen):
+            plans.append(OperatorPlan(op))
+        plan = plans[-1]
+        if kind == "declined":
+            plan.declined.append((note["path"], note["reason"]))
+        elif kind == "chosen":
+            plan.path = note["path"]
         else:
             sizes = (note["threads"], note["static_shared"], note["dynamic_shared"])
-            plans[-1].launches.append(KernelLaunch(note["kernel"], tuple(note["grid"]), *sizes))
+            plan.launches.append(KernelLaunch(note["kernel"], tuple(note["grid"]), *sizes))
     return plans
 
 

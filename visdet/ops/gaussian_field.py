@@ -77,8 +77,9 @@ def _order_in_space(positions: Tensor) -> Tensor:
         return positions.new_empty(0, dtype=torch.int64)
     positions = positions.nan_to_num(0.0, 0.0, 0.0)
     low, high = positions.amin(0), positions.amax(0)
-    cells = (positions - low) / (high - low).clamp(min=1e-30) * (2**_ORDER_BITS - 1)
-    cells = cells.nan_to_num(0.0).clamp(0, 2**_ORDER_BITS - 1).to(torch.int64)
+    most = 2**_ORDER_BITS - 1
+    cells = (positions - low) / (high - low).clamp(min=1e-30) * most
+    cells = cells.nan_to_num(0.0).clamp(0, most).to(torch.int64)
     code = torch.zeros_like(cells[:, 0])
     for bit in range(_ORDER_BITS):
         for axis in range(3):

@@ -90,14 +90,17 @@ def ms_deform_attn_reference(
     """Return what ``ms_deform_attn`` returns, in plain torch: the definition kernels are tested against."""
     B, _, G, C = value.shape
     _, Q, _, _, P, _ = locations.shape
+    num_maps = B * G
     out = locations.new_zeros(B, G, C, Q)
     for level, ((H, W), start) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
         location = locations[:, :, :, level]  # [B, Q, G, P, 2]
         x, y = location[..., 0] * W - 0.5, location[..., 1] * H - 0.5
         counts = (x > -1) & (x < W) & (y > -1) & (y < H)
-        grid = torch.where(counts[..., None], 2 * location - 1, -3.0).transpose(1, 2).reshape(B * G, Q, P, 2)
-        weight = torch.where(counts, weights[:, :, :, level], 0.0).transpose(1, 2).reshape(B * G, 1, Q, P)
-        maps = value[:, start : start + H * W].to(out).permute(0, 2, 3, 1).reshape(B * G, C, H, W)
+        grid = (
+            torch.where(counts[..., None], 2 * location - 1, -3.0).transpose(1, 2).reshape(num_maps, Q, P, 2)
+        )
+        weight = torch.where(counts, weights[:, :, :, level], 0.0).transpose(1, 2).reshape(num_maps, 1, Q, P)
+        maps = value[:, start : start + H * W].to(out).permute(0, 2, 3, 1).reshape(num_maps, C, H, W)
         samples = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
         out = out + (samples * weight).sum(-1).view(B, G, C, Q)
     return out.permute(0, 3, 1, 2).reshape(B, Q, G * C).to(value)

@@ -142,18 +142,19 @@ def kept_by_plain_torch(
     iou_threshold: float,
 ) -> Tensor:
     """Return the indices that greedy suppression keeps, by plain torch on the CPU. Their order is torchvision's."""
+    width = boxes.shape[1]
     order = scores.sort(descending=True, stable=True).indices
     order = (order if is_candidate is None else order[is_candidate[order]]).cpu()
     ordered = boxes.cpu()[order]
     of_class = None if classes is None else classes.cpu()[order]
     is_alive = torch.ones_like(order, dtype=torch.bool)
-    dtype = torch.float64 if boxes.shape[1] == 4 else boxes.dtype  # torchvision compares in float64
+    dtype = torch.float64 if width == 4 else boxes.dtype  # torchvision compares in float64
     threshold = ordered.new_tensor(iou_threshold, dtype=dtype)
     for i in range(len(order)):
         if is_alive[i]:
             after = i + 1
             rest = ordered[after:]
-            if boxes.shape[1] == 4:
+            if width == 4:
                 overlap = overlaps_with(ordered[i], rest, 0).double()
             else:
                 overlap = box_iou_rotated_reference(ordered[i:after], rest, 0, False)[0]

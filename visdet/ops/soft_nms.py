@@ -104,7 +104,8 @@ def soft_nms_reference(
         swap = index.new_tensor([i, best])
         for column in (boxes, scores, index):
             column[swap] = column[swap.flip(0)]
-        rest = slice(i + 1, count)
+        after = i + 1
+        rest = slice(after, count)
         overlap = overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
         if SOFT_METHODS[method] == "gaussian":
             scores[rest] *= torch.exp(-overlap.square() / sigma)
@@ -112,12 +113,13 @@ def soft_nms_reference(
             factor = 1 - overlap if SOFT_METHODS[method] == "linear" else 0.0
             scores[rest] *= torch.where(overlap >= iou_threshold, factor, 1.0)
         is_low = scores[rest] < min_score
-        survivors = i + 1 + int((~is_low).sum())
-        holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
-        fillers = (survivors + (~is_low[survivors - i - 1 :]).nonzero().squeeze(1)).flip(0)
+        num_high = int((~is_low).sum())
+        survivors = after + num_high
+        holes = after + is_low[:num_high].nonzero().squeeze(1)
+        fillers = (survivors + (~is_low[num_high:]).nonzero().squeeze(1)).flip(0)
         for column in (boxes, scores, index):
             column[holes] = column[fillers]
-        count, i = survivors, i + 1
+        count, i = survivors, after
     return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
 
 

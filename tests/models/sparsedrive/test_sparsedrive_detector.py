@@ -162,8 +162,9 @@ def test_denoising_queries_are_invisible_to_the_others():
         (with_dn, *_), _ = model.head(model.extract_feat(images), data, denoising=queries)
         without = model(images, samples, mode="tensor")[0]
     assert "dn_prediction" in with_dn and "dn_prediction" not in without
-    assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)
-    assert_close(with_dn["prediction"][-1], without["prediction"][-1], atol=1e-4, rtol=1e-4)
+    last = with_dn["prediction"][-1]
+    assert last.shape == (1, NUM_DET, 11)
+    assert_close(last, without["prediction"][-1], atol=1e-4, rtol=1e-4)
 
 
 def test_sparse4d_alone():

@@ -45,7 +45,8 @@ class BBoxRotation(BaseTransform):
     """
 
     def transform(self, results: dict) -> dict:
-        angle = (results.get("aug_config") or {}).get("rotate_3d", 0.0)
+        given = results.get
+        angle = (given("aug_config") or {}).get("rotate_3d", 0.0)
         if not angle:
             return results
         turn = np.eye(4)
@@ -54,7 +55,7 @@ class BBoxRotation(BaseTransform):
         turn_xy = turn[:2, :2].T
         results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
         results["lidar2global"] = results["lidar2global"] @ back
-        for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):
+        for boxes in (given("gt_bboxes_3d"), *given("fut_boxes", ())):
             if boxes is not None:
                 boxes[:] = moved_boxes(boxes, turn)
         for key in ("gt_agent_fut_trajs", "gt_ego_fut_trajs"):

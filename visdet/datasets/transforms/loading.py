@@ -150,14 +150,15 @@ class LoadAnnotations(BaseTransform):
         pass
 
     def transform(self, results: dict) -> dict:
-        if results.get("flip", False):
+        given = results.get
+        if given("flip", False):
             raise InvalidInputError(
                 "LoadAnnotations must come before RandomFlip: the boxes of the file are not flipped"
             )
-        instances = results.get("instances", [])
+        instances = given("instances", [])
         # Numpy converts lists in less time than torch.
         corners = np.array([item["bbox"] for item in instances]).reshape(-1, 2)
-        scaled = corners.astype(np.float32) * np.array(results.get("scale_factor", (1.0, 1.0)), np.float32)
+        scaled = corners.astype(np.float32) * np.array(given("scale_factor", (1.0, 1.0)), np.float32)
         turned_shape = (-1, 4, 2)
         is_turned = "angle_version" in results
         set_boxes(results, torch.from_numpy(scaled.reshape(turned_shape if is_turned else (-1, 4))))

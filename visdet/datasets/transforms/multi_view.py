@@ -56,11 +56,11 @@ class LoadMultiViewImageFromFiles(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         paths = results["img_filename"]
-        names = results.get("cam_names", range(len(paths)))
-        resize = (results.get("aug_config") or {}).get("resize", 1) if self.reduces else 1
+        given = results.get
+        names = given("cam_names", range(len(paths)))
+        resize = (given("aug_config") or {}).get("resize", 1) if self.reduces else 1
         read = [
-            self._read(path, name, results.get("token"), resize)
-            for name, path in zip(names, paths, strict=True)
+            self._read(path, name, given("token"), resize) for name, path in zip(names, paths, strict=True)
         ]
         images, sizes = map(list, zip(*read, strict=True))
         results |= {"img": images, "filename": paths, "ori_shape": sizes}
@@ -73,15 +73,16 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         self, path: str, camera: str, token: str | None, resize: float
     ) -> tuple[np.ndarray, tuple[int, int]]:
         """Return the image of a file and the (height, width) that it has without being reduced."""
+        turns = self.turns
         of = f" of camera {camera} in frame {token}"
         with opened("LoadMultiViewImageFromFiles", path, self.backend_args, of=of) as picture:
             shown, stored = sizes_of(picture)
-            width, height = shown if self.turns else stored
+            width, height = shown if turns else stored
             divisor = _reduction(resize)
-            if divisor > 1 and not (self.turns and orientation_of(picture) != 1):
+            if divisor > 1 and not (turns and orientation_of(picture) != 1):
                 # It has no effect on other formats.
                 picture.draft("RGB", (width // divisor, height // divisor))
-            rgb = to_rgb(turned(picture, self.turns), "LoadMultiViewImageFromFiles", path)
+            rgb = to_rgb(turned(picture, turns), "LoadMultiViewImageFromFiles", path)
         return cv2.cvtColor(rgb, cv2.COLOR_RGB2BGR), (height, width)
 
 
@@ -126,6 +127,7 @@ class LoadPointsFromFile(BaseTransform):
         self.backend_args = backend_args
 
     def transform(self, results: dict) -> dict:
+        load_dim = self.load_dim
         path = results["pts_filename"]
         if path is None:
             raise InvalidInputError(
@@ -135,11 +137,11 @@ class LoadPointsFromFile(BaseTransform):
             )
         with reading(f"LoadPointsFromFile: {path}"):
             content = fileio.get(path, backend_args=self.backend_args)
-        if len(content) % (4 * self.load_dim):
+        if len(content) % (4 * load_dim):
             raise InvalidInputError(
-                f"LoadPointsFromFile: {path} must hold rows of {self.load_dim} float32, got {len(content)} bytes"
+                f"LoadPointsFromFile: {path} must hold rows of {load_dim} float32, got {len(content)} bytes"
             )
-        results["points"] = np.frombuffer(content, np.float32).reshape(-1, self.load_dim)[:, self.use_dim]
+        results["points"] = np.frombuffer(content, np.float32).reshape(-1, load_dim)[:, self.use_dim]
         return results
 
 
@@ -244,19 +246,20 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
         image: the image, which may have been reduced while it was decoded. config: the ``aug_config``.
         size: the (height, width) of the image without being reduced, which the matrix is for.
     """
+    given = config.get
     height, width = size
-    resize = config.get("resize", 1)
+    resize = given("resize", 1)
     resized = (int(width * resize), int(height * resize))
-    left, top, right, bottom = config.get("crop", (0, 0, *resized))
+    left, top, right, bottom = given("crop", (0, 0, *resized))
     new_width, new_height = right - left, bottom - top
     matrix = np.diag([resize, resize, 1.0, 1.0])
     matrix[:2, 2] -= (left, top)
-    if config.get("flip", False):
+    if given("flip", False):
         matrix[0] *= -1
         matrix[0, 2] += new_width
     rotation = np.eye(4)
     center = (new_width / 2, new_height / 2)
-    rotation[:2, :3] = cv2.getRotationMatrix2D(center, config.get("rotate", 0), 1.0)
+    rotation[:2, :3] = cv2.getRotationMatrix2D(center, given("rotate", 0), 1.0)
     matrix = rotation @ matrix
     divisor = _reduction(resize)
     if image.shape[:2] == size and divisor > 1:

@@ -157,16 +157,17 @@ def complete_config(cfg: Config) -> None:
     Raises:
         ConfigError: see :func:`check_sections` and :func:`check_counting`.
     """
+    given = cfg.get
     check_sections(cfg)
-    if cfg.get("default_scope") is None:
+    if given("default_scope") is None:
         cfg.default_scope = "visdet"
     for part in ("train", "val", "test"):
-        loader = cfg.get(f"{part}_dataloader")
+        loader = given(f"{part}_dataloader")
         if isinstance(loader, dict) and loader.get("num_workers", 0) == 0:
             loader["persistent_workers"] = False
             if "timeout" in loader:
                 loader["timeout"] = 0
-    train_cfg = cfg.get("train_cfg")
+    train_cfg = given("train_cfg")
     if not train_cfg:
         return
     by_epoch = not is_iteration_based(train_cfg)

@@ -170,12 +170,13 @@ class _ConvBiasReLU(torch.autograd.Function):
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     """Return whether cuDNN's kernel is available and faster. With a residual, it is faster for 16-bit dtypes only."""
-    if not x.is_cuda or x.dtype != weight.dtype or is_traced():
+    dtype = x.dtype
+    if not x.is_cuda or dtype != weight.dtype or is_traced():
         return False
     cudnn = torch.backends.cudnn
     # ROCm has none of these kernels, although torch says there that cuDNN is available.
     if torch.version.cuda is None or not (cudnn.enabled and cudnn.is_available()):
         return False
     if residual is None:
-        return x.dtype in (torch.float32, *HALF_TYPES)
-    return residual.dtype == x.dtype and x.dtype in HALF_TYPES
+        return dtype in (torch.float32, *HALF_TYPES)
+    return residual.dtype == dtype and dtype in HALF_TYPES

@@ -131,7 +131,8 @@ def bezier_align(
     PH, PW = output_size
     u = torch.arange(PW, device=input.device, dtype=dtype) / PW
     v = (torch.arange(PH, device=input.device, dtype=dtype) / PH)[:, None, None]
-    basis = torch.stack([(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u**2 * (1 - u), u**3])
+    v = 1 - u
+    basis = torch.stack([v**3, 3 * u * v**2, 3 * u**2 * v, u**3])
     curves = torch.einsum("kp,nekd->enpd", basis, torch.stack([upper, lower], 1))
     centers = (
         curves[1][:, None] * v + curves[0][:, None] * (1 - v) - (0.5 if aligned else 0)

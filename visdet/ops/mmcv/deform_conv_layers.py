@@ -86,8 +86,9 @@ class DeformConv2d(_Layer):
 
     def forward(self, x: Tensor, offset: Tensor) -> Tensor:
         """Return the convolution. A map smaller than the kernel is padded to its size, and the result is cropped."""
-        pad_h = max(self.kernel_size[0] - x.shape[2], 0)
-        pad_w = max(self.kernel_size[1] - x.shape[3], 0)
+        kernel_h, kernel_w = self.kernel_size
+        pad_h = max(kernel_h - x.shape[2], 0)
+        pad_w = max(kernel_w - x.shape[3], 0)
         if not (pad_h or pad_w):
             return self._convolve(x, offset)
         x, offset = (F.pad(tensor, (0, pad_w, 0, pad_h)) for tensor in (x, offset))
@@ -131,7 +132,7 @@ class ModulatedDeformConv2d(_Layer):
         self.init_weights()
 
     def init_weights(self) -> None:
-        bound = 1 / math.sqrt(self.in_channels * self.kernel_size[0] * self.kernel_size[1])
+        bound = 1 / math.sqrt(self.in_channels * math.prod(self.kernel_size))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -165,7 +166,7 @@ class _Pack(_Layer):
         super().__init__(*args, **kwargs)
         self.conv_offset = nn.Conv2d(
             self.in_channels,
-            self.deform_groups * self._fields_of_tap * self.kernel_size[0] * self.kernel_size[1],
+            self.deform_groups * self._fields_of_tap * math.prod(self.kernel_size),
             kernel_size=self.kernel_size,
             stride=self.stride,
             padding=self.padding,

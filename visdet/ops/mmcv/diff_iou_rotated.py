@@ -102,8 +102,9 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
     angle = torch.atan2(vertices[..., 1], vertices[..., 0])
     angle = torch.where(angle < 0, angle + 2 * torch.pi, angle)
     order = torch.where(mask, angle, torch.inf).sort(dim=-1, stable=True)[1]  # the valid ones come first
-    count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
-    rank = numbers_to(mask.shape[-1], mask)
+    most = mask.shape[-1]
+    count = num_valid.long().clamp(max=most)[..., None]
+    rank = numbers_to(most, mask)
     ordered = vertices.take_along_dim(order[..., None], 2)
     # The last one is before the first.
     before = ordered.take_along_dim(((rank - 1) % count.clamp(min=1))[..., None], 2)

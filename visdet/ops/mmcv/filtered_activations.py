@@ -107,16 +107,16 @@ def upfirdn2d(
 
     Source: Paper "StyleGAN2" (Karras et al.). The signature is mmcv's.
     """
+    up_x, up_y = up
     if filter.dim() == 1:
-        once = upfirdn2d(
-            input, filter[None], (up[0], 1), (down[0], 1), (*padding[:2], 0, 0), flip_filter, 1.0
-        )
-        rest = (1, up[1]), (1, down[1]), (0, 0, *padding[2:])
+        down_x, down_y = down
+        once = upfirdn2d(input, filter[None], (up_x, 1), (down_x, 1), (*padding[:2], 0, 0), flip_filter, 1.0)
+        rest = (1, up_y), (1, down_y), (0, 0, *padding[2:])
         return upfirdn2d(once, filter[:, None], *rest, flip_filter, gain)
     check_that(filter.dim() == 2, "upfirdn2d", "filter", "be [FH, FW]", filter)
     B, C, H, W = input.shape
-    spread = F.pad(widened(input, input)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
-    padded = F.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
+    spread = F.pad(widened(input, input)[:, :, :, None, :, None], (0, up_x - 1, 0, 0, 0, up_y - 1))
+    padded = F.pad(spread.reshape(B * C, 1, H * up_y, W * up_x), padding)
     (FH, FW), (height, width) = filter.shape, padded.shape[2:]
     fits, expected = height >= FH and width >= FW, "not be larger than the padded map {}"
     check_that(fits, "upfirdn2d", "filter", expected, filter, [height, width])

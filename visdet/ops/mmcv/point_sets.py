@@ -274,8 +274,9 @@ def nearest_points_reference(
 ) -> Tensor:  # [B, N, 2], [B, M, 2] -> [B, N] int32
     """Return what the operator ``visdet::nearest_points`` returns, in plain torch."""
     index = torch.zeros(points.shape[:2], dtype=torch.int32, device=points.device)
-    if others.shape[1]:
-        for rows in row_ranges(points.shape[1], 2 * len(points) * others.shape[1]):
+    num_others = others.shape[1]
+    if num_others:
+        for rows in row_ranges(points.shape[1], 2 * len(points) * num_others):
             apart = (points[:, rows, None] - others[:, None]).square().sum(-1)
             index[:, rows] = apart.argmin(-1)
     return index

@@ -277,8 +277,9 @@ def roipoint_pool3d(
     B, N = points.shape[:2]
     # The gradient of a point in many boxes is a sum, which needs float32.
     values = torch.cat([widened(one, point_features) for one in (points, point_features)], 2)
-    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + empty_sum(values)
-    is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
+    num_boxes = boxes.shape[1]
+    pooled = values.new_zeros(B, num_boxes, num_sampled_points, values.shape[2]) + empty_sum(values)
+    is_empty = boxes.new_ones(B, num_boxes, dtype=torch.int32)
     if N == 0:
         return pooled.to(point_features), is_empty
     slots = numbers_to(num_sampled_points, points)

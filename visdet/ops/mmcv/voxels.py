@@ -342,5 +342,6 @@ def voxel_pooling(
     x, y, z = geom_xyz.long().unbind(2)
     is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
     image = numbers_to(B, x)[:, None]
-    cell = torch.where(is_inside, (image * H + y) * W + x, B * H * W)
-    return _sum_into(cell.flatten(), input_features.flatten(0, 1), B * H * W).view(B, H, W, C)
+    num_cells = B * H * W
+    cell = torch.where(is_inside, (image * H + y) * W + x, num_cells)
+    return _sum_into(cell.flatten(), input_features.flatten(0, 1), num_cells).view(B, H, W, C)
