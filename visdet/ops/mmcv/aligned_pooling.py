@@ -131,8 +131,8 @@ def bezier_align(
     PH, PW = output_size
     u = torch.arange(PW, device=input.device, dtype=dtype) / PW
     v = (torch.arange(PH, device=input.device, dtype=dtype) / PH)[:, None, None]
-    v = 1 - u
-    basis = torch.stack([v**3, 3 * u * v**2, 3 * u**2 * v, u**3])
+    rest = 1 - u
+    basis = torch.stack([rest**3, 3 * u * rest**2, 3 * u**2 * rest, u**3])
     curves = torch.einsum("kp,nekd->enpd", basis, torch.stack([upper, lower], 1))
     centers = (
         curves[1][:, None] * v + curves[0][:, None] * (1 - v) - (0.5 if aligned else 0)
