@@ -136,20 +136,20 @@ def test_turned_boxes_are_joined_drawn_and_written(detector, tmp_path):
     turned = copy.copy(detector)
     turned.__class__ = TurnedSpots
     found = turned(tmp_path / "a.png", tiles=480)
-    polygons = found.polygons
+    outlines = found.polygons
     count = len(boxes)
-    assert len(found) == count and found.are_turned and polygons.shape == (count, 4, 2)
+    assert len(found) == count and found.are_turned and outlines.shape == (count, 4, 2)
     overlaps = box_iou_rotated(found.boxes, torch.from_numpy(boxes))
     assert (overlaps.amax(1) > 0.85).all() and len(overlaps.argmax(1).unique()) == len(boxes)
     record = json.loads(found.to_json())["detections"][0]
     assert record["bbox_cxcywha"] == pytest.approx(found.boxes[0].tolist(), abs=1e-4)
-    assert np.allclose(record["polygon"], polygons[0], atol=0.01) and "bbox_xyxy" not in record
+    assert np.allclose(record["polygon"], outlines[0], atol=0.01) and "bbox_xyxy" not in record
     row = found.to_coco()[0]
-    assert np.allclose(row["segmentation"], polygons[0].flatten())
+    assert np.allclose(row["segmentation"], outlines[0].flatten())
     x1, y1, x2, y2 = found.enclosing_boxes[0].tolist()
     assert row["bbox"] == pytest.approx([x1, y1, x2 - x1, y2 - y1])
     changed = np.asarray(found.draw()) != picture
-    columns, rows = polygons.round().to(int).reshape(-1, 2).T.numpy()
+    columns, rows = outlines.round().to(int).reshape(-1, 2).T.numpy()
     assert changed[rows, columns].any(1).mean() > 0.95
 
 

@@ -167,12 +167,12 @@ def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: 
                 places = (np.linalg.inv(poses[here]) @ poses)[:, :2, 3]
                 driven = steps[-1].between(places)
                 path = info["gt_ego_fut_trajs"][: len(steps)]
-                end = path.sum(axis=0)
-                x, y = np.abs(end)
+                goal = path.sum(axis=0)
+                x, y = np.abs(goal)
                 is_right, is_left, _ = info["gt_ego_fut_cmd"]
                 goes_right, goes_left, _ = command_of(path)
                 compared += 1
-                wrong += bool(np.linalg.norm(end - driven) > _WRONG_PATH_M)
+                wrong += bool(np.linalg.norm(goal - driven) > _WRONG_PATH_M)
                 aside += bool(x > max(y, _WRONG_PATH_M))
                 opposite += bool(is_right * goes_left + is_left * goes_right)
     if wrong:

@@ -157,17 +157,17 @@ def complete_config(cfg: Config) -> None:
     Raises:
         ConfigError: see :func:`check_sections` and :func:`check_counting`.
     """
-    given = cfg.get
+    value_of = cfg.get
     check_sections(cfg)
-    if given("default_scope") is None:
+    if value_of("default_scope") is None:
         cfg.default_scope = "visdet"
     for part in ("train", "val", "test"):
-        loader = given(f"{part}_dataloader")
+        loader = value_of(f"{part}_dataloader")
         if isinstance(loader, dict) and loader.get("num_workers", 0) == 0:
             loader["persistent_workers"] = False
             if "timeout" in loader:
                 loader["timeout"] = 0
-    train_cfg = given("train_cfg")
+    train_cfg = value_of("train_cfg")
     if not train_cfg:
         return
     by_epoch = not is_iteration_based(train_cfg)
