@@ -32,17 +32,18 @@ def pixels(results):
 
 
 def test_grey_alpha_and_palette(tmp_path):
+    picture_of = Image.fromarray
     grey = RGB[..., 0]
     alpha = np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)
-    palette = Image.fromarray(RGB).quantize(8)
+    palette = picture_of(RGB).quantize(8)
     grey_as_rgb = np.repeat(grey[..., None], 3, 2)
     palette_as_rgb = np.array(palette.convert("RGB"))
     cases = {
-        "grey": (Image.fromarray(grey), grey_as_rgb),
-        "grey-alpha": (Image.fromarray(np.dstack([grey, alpha]), "LA"), grey_as_rgb),
+        "grey": (picture_of(grey), grey_as_rgb),
+        "grey-alpha": (picture_of(np.dstack([grey, alpha]), "LA"), grey_as_rgb),
         "palette": (palette, palette_as_rgb),
         "bilevel": (
-            Image.fromarray(grey > 127),
+            picture_of(grey > 127),
             np.repeat(255 * (grey > 127)[..., None].astype(np.uint8), 3, 2),
         ),
     }

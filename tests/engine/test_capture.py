@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from visdet.execution.capture import captures, in_parallel, keeps_tables
+from visdet.execution.capture import captures, in_parallel, keeps_tables, recomputed
 
 
 def test_without_a_capture_one_function_runs_after_the_other():
@@ -105,3 +105,15 @@ def test_another_thread_takes_no_part_in_a_capture():
         thread.start()
         thread.join()
         assert capture.tables == []
+
+
+def test_what_is_recomputed_in_a_capture_reads_no_generator(monkeypatch):
+    def fail():
+        raise RuntimeError("a capture")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "get_rng_state", fail)
+    x = torch.ones(1, requires_grad=True)
+    recomputed(torch.nn.Sigmoid(), x).backward()
+    assert x.grad

@@ -149,13 +149,14 @@ def test_detections_are_a_sequence(tmp_path):
     rows = (1, 0.5, (0, 1, 2, 3)), (0, 0.75, (4, 5, 7, 9)), (1, 0.25, (1, 1, 2, 2))
     drawing = {"image": np.zeros((40, 50, 3), np.uint8), "draw": lambda image, sample: image}
     found = detections(*rows, **drawing, img_path="a.jpg")
+    filtered = found.filter
     assert [one.class_name for one in found] == ["a", "b", "b"]
     assert found[0] == ("a", 0, 0.75, (4.0, 5.0, 7.0, 9.0)) and found[-1].score == 0.25
-    for chosen in (found[1:], found[found.labels == 1], found[[1, 2]], found.filter("b")):
+    for chosen in (found[1:], found[found.labels == 1], found[[1, 2]], filtered("b")):
         assert chosen.scores.tolist() == [0.5, 0.25] and len(chosen.draw().getbands()) == 3
-    assert len(found.filter(score_threshold=0.5)) == 2 and len(found.filter(["a"], 0.8)) == 0
+    assert len(filtered(score_threshold=0.5)) == 2 and len(filtered(["a"], 0.8)) == 0
     with pytest.raises(UserError, match="classes must be among a, b, got 'c'"):
-        found.filter("c")
+        filtered("c")
     record = {"image_id": 7, "category_id": 18, "bbox": [4.0, 5.0, 3.0, 4.0], "score": 0.75}
     assert found.to_coco(7, [18, 3])[0] == record and found.to_coco()[1]["category_id"] == 2
     with pytest.raises(UserError, match="category_ids must have 2 numbers"):

@@ -40,17 +40,18 @@ def evaluated(samples, **arguments):
 def random_samples(seed, num_images=8):
     """Return samples whose predictions are moved true boxes and others, with some equal scores."""
     rng = np.random.default_rng(seed)
+    integers = rng.integers
     samples = []
     for number in range(num_images):
         parts = []
-        for count in (rng.integers(0, 9), rng.integers(0, 4)):
+        for count in (integers(0, 9), integers(0, 4)):
             boxes = np.column_stack(
                 [rng.uniform(0, 90, (count, 2)), rng.uniform(8, 50, (count, 2)), rng.uniform(-4, 4, count)]
             )
-            parts.append((boxes, rng.integers(0, 2, count)))
+            parts.append((boxes, integers(0, 2, count)))
         boxes, labels = (np.concatenate(column) for column in zip(*parts, *parts[:1], parts[0], strict=True))
         boxes = boxes + rng.normal(0, 1, boxes.shape) * [2, 2, 2, 2, 0.1]
-        scores = np.float32(rng.integers(1, 40, len(boxes)) / 40)
+        scores = np.float32(integers(1, 40, len(boxes)) / 40)
         samples.append(
             sample(number, *(instances(*part) for part in parts), instances(boxes, labels, scores))
         )

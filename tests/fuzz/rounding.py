@@ -68,11 +68,12 @@ class Steps:
 
         Gradients may be computed from ``x`` itself, whose mean may be much larger than its deviation.
         """
+        disturbed = self.disturbed
         largest = x.detach().abs().amax(dims, keepdim=True)
-        difference = self.disturbed(x) - self.disturbed(x.mean(dims, keepdim=True), largest)
+        difference = disturbed(x) - disturbed(x.mean(dims, keepdim=True), largest)
         variance = difference.square().mean(dims, keepdim=True)
-        scale = (self.disturbed(variance) + eps).rsqrt()
-        return self.disturbed(difference, factor=1 + largest * scale.detach()) * scale
+        scale = (disturbed(variance) + eps).rsqrt()
+        return disturbed(difference, factor=1 + largest * scale.detach()) * scale
 
 
 EXACT_STEPS = Steps()

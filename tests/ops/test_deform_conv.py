@@ -187,20 +187,21 @@ def _deformed_reference(
 
 
 def _deformed_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bound_of = bounds.get
     given = problem.arguments
     input, weight = given["input"], given["weight"]
     factor = largest(given["mask"]) if given.get("mask") is not None else 1.0
     bias = largest(given["bias"]) if given.get("bias") is not None else 0.0
     per_output = weight[0].numel() if len(weight) else 0
     bounds["output"] = largest(input) * largest(weight) * per_output * factor + bias
-    back = bounds.get("grad_peak", 0.0) * largest(weight) * len(weight)  # the gradient of a column
+    back = bound_of("grad_peak", 0.0) * largest(weight) * len(weight)  # the gradient of a column
     channels = input.shape[1] // given["deform_groups"]
     for name, bound in (
-        ("input", max(bounds.get("input", 0.0), back * factor)),
+        ("input", max(bound_of("input", 0.0), back * factor)),
         ("offset", 4 * back * largest(input) * channels * factor),
         ("mask", back * largest(input) * channels),
-        ("weight", bounds.get("grad_total", 0.0) * largest(input) * factor),
-        ("bias", bounds.get("grad_total", 0.0)),
+        ("weight", bound_of("grad_total", 0.0) * largest(input) * factor),
+        ("bias", bound_of("grad_total", 0.0)),
     ):
         if name in bounds:
             bounds[name] = bound

@@ -107,13 +107,15 @@ def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
     """
     if keeps_activations():
         return layer(input, *others)
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if is_capturing:
         rates = [
             getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
         ]
         if any(isinstance(rate, int | float) and rate > 0 for rate in rates):
             return layer(input, *others)
-    return checkpoint(layer, input, *others, use_reentrant=False)
+    # The state of a generator cannot be read in a capture, and nothing is drawn.
+    return checkpoint(layer, input, *others, use_reentrant=False, preserve_rng_state=not is_capturing)
 
 
 def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
