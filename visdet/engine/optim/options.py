@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from visdet.checks.arguments import Above0, AtLeast0, checked, checked_value
-from visdet.errors import ConfigError
-from visdet.near_names import did_you_mean
+
+from ..errors import ConfigError, nearest_names
 
 _MULTIPLIERS = ("lr_mult", "decay_mult")
 
@@ -58,7 +58,8 @@ def check_custom_keys(given: dict[str, dict], model: nn.Module, optimizer: Optim
         where = f"optim_wrapper.paramwise_cfg.custom_keys.{key}"
         for name, value in options.items():
             if name not in known:
-                raise ConfigError(f"{where}.{name} is none of {', '.join(known)}{did_you_mean(name, known)}")
+                [near] = nearest_names(name, known, cutoff=0.0, count=1)
+                raise ConfigError(f"{where}.{name} is none of {', '.join(known)}; did you mean {near!r}?")
             if name in _MULTIPLIERS:
                 checked_value(f"{where}.{name}", value, AtLeast0)
         if not any(key in part for part in parts):
