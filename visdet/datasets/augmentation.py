@@ -9,6 +9,8 @@ import torch
 from visdet.checks.arguments import Above0, Positive, Range, Share, checked
 
 _Angle = Annotated[float, Range(-math.pi, math.pi)]
+# What a data set in test mode does not read, and need not have.
+NOT_RANDOM = {"resize_lim": (1.0, 1.0), "rot_lim": (0.0, 0.0), "rand_flip": False, "rot3d_range": (0.0, 0.0)}
 
 
 @checked
@@ -46,12 +48,11 @@ def drawn_augmentation(
         flip, rotate, rotate_3d = False, 0.0, 0.0
     else:
         rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
-        uniform = rng.uniform
-        resize = uniform(*conf["resize_lim"])
-        bottom = uniform(*conf["bot_pct_lim"])
+        resize = rng.uniform(*conf["resize_lim"])
+        bottom = rng.uniform(*conf["bot_pct_lim"])
         flip = bool(conf["rand_flip"] and rng.integers(2))
-        rotate = uniform(*conf["rot_lim"])
-        rotate_3d = uniform(*conf["rot3d_range"])
+        rotate = rng.uniform(*conf["rot_lim"])
+        rotate_3d = rng.uniform(*conf["rot3d_range"])
         share_left = rng.random()
     new_width, new_height = int(width * resize), int(height * resize)
     top = int((1 - bottom) * new_height) - final_height

@@ -18,8 +18,8 @@ from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
+from .augmentation import NOT_RANDOM, drawn_augmentation
 from .augmentation import data_aug_conf as check_augmentation
-from .augmentation import drawn_augmentation
 from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
 from .info_files import load_infos, sequence_flags, sort_frames
@@ -121,7 +121,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.use_valid_flag = use_valid_flag
         self.data_aug_conf = data_aug_conf
         if data_aug_conf is not None:
-            check_augmentation(**data_aug_conf)
+            check_augmentation(**((NOT_RANDOM if test_mode else {}) | data_aug_conf))
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
         given = self.METAINFO | (metainfo or {})
