@@ -12,7 +12,7 @@ from PIL import ExifTags, ImageOps
 
 from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
-from visdet.datasets.synthetic.driving_renderer import make_cameras
+from visdet.datasets.synthetic.driving_renderer import Renderer
 from visdet.registry import TRANSFORMS
 from visdet.structures.poses import turn_about_z
 
@@ -374,7 +374,7 @@ def test_a_camera_image_is_the_stored_raster(tmp_path, suffix, orientation):
 @pytest.mark.parametrize("config", [{}, dict(flip=True), dict(resize=0.5), dict(resize=0.5, flip=True)])
 def test_drawn_cameras_have_the_convention_of_augmentations(config):
     """The axis of a camera stays in the middle of the image."""
-    camera = make_cameras(64, 32)[0].intrinsic
+    camera = Renderer(64, 32).cameras[0].intrinsic
     matrix = np.eye(4)
     matrix[:3, :3] = camera
     resize = config.get("resize", 1)

@@ -80,23 +80,6 @@ RIG = (
 )
 
 
-def make_cameras(width: int, height: int) -> list[Camera]:
-    """Return the six cameras for images of this size. The horizon is the row of pixels at 0.42 of the height.
-
-    As in every record, the centre of the first pixel is (0.5, 0.5).
-    """
-    cameras = []
-    middle = width / 2
-    for name, heading, position, field_of_view in RIG:
-        focal = middle / np.tan(np.deg2rad(field_of_view) / 2)
-        intrinsic = np.array([[focal, 0, middle], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
-        rotation = np.zeros((3, 3))
-        rotation[:2, [0, 2]] = turn_about_z(np.deg2rad(heading))  # x to the right, z ahead
-        rotation[2, 1] = -1  # y down
-        cameras.append(Camera(name, rotation, np.array(position), intrinsic, width, height))
-    return cameras
-
-
 @dataclass
 class Shot:
     """What the cameras see at one time.
@@ -120,12 +103,24 @@ def _map_pixels(xy: np.ndarray) -> np.ndarray:
 class Renderer:
     """Six cameras, which paint the frames of a world.
 
+    The horizon is the row of pixels at 0.42 of the height. As in every record, the centre of the first pixel is
+    (0.5, 0.5).
+
     Args:
         width, height: the size of an image in pixels.
     """
 
     def __init__(self, width: int, height: int) -> None:
-        self.cameras = make_cameras(width, height)
+        cameras: list[Camera] = []
+        self.cameras = cameras
+        middle = width / 2
+        for name, heading, position, field_of_view in RIG:
+            focal = middle / np.tan(np.deg2rad(field_of_view) / 2)
+            intrinsic = np.array([[focal, 0, middle], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
+            rotation = np.zeros((3, 3))
+            rotation[:2, [0, 2]] = turn_about_z(np.deg2rad(heading))  # x to the right, z ahead
+            rotation[2, 1] = -1  # y down
+            cameras.append(Camera(name, rotation, np.array(position), intrinsic, width, height))
 
     def shoot(self, world: World, frame: int, lidar_pose: np.ndarray, rng: np.random.Generator) -> Shot:
         """Return what the cameras see at ``frame`` from the lidar pose [4, 4] (lidar to world)."""
