@@ -207,13 +207,15 @@ def _converted(root: Path, folder: Path) -> dict[str, Path]:
     found = {file.stem: file for file in files}
     for line in lines:
         say(line)
-    for split, file in found.items():
-        _, *remarks = coco_report(_content(file), str(root))
+    parts = []
+    for split in ("train", "val", "test"):
+        if split not in found:
+            continue
+        content = _content(found[split])
+        _, *remarks = coco_report(content, str(root))
         for remark in remarks:
             say(f"{split}: {remark}")
-    parts = [
-        f"{_count(found[split])} images for {split}" for split in ("train", "val", "test") if split in found
-    ]
+        parts.append(f"{len(content['images'])} images for {split}")
     say(f"data: {', '.join(parts)}")
     return found
 

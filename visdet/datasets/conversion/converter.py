@@ -202,10 +202,10 @@ def _coco(
     """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    given_ids = [picture.number for picture in pictures]
-    are_ids = None not in given_ids and len(set(given_ids)) == len(given_ids)
-    ids = given_ids if are_ids else range(1, len(given_ids) + 1)
-    for image_id, picture in zip(ids, pictures, strict=True):
+    given_ids = {picture.number for picture in pictures}
+    are_ids = None not in given_ids and len(given_ids) == len(pictures)
+    for picture in pictures:
+        image_id = picture.number if are_ids else len(rows) + 1
         width, height = picture.size
         name = os.path.relpath(picture.path, root)
         rows.append({"id": image_id, "file_name": name, "width": width, "height": height})
