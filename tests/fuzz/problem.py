@@ -179,22 +179,23 @@ class Draw:
         Views are surrounded by NaN, or by ones for integers. An expanded tensor repeats its first entry along a
         dimension. Before, some numbers may be made bad, with the probability ``bad``.
         """
+        random = self.random
         if bad:
             tensor = self.with_bad_numbers(tensor, bad)
         tensor = tensor.to(dtype or tensor.dtype).to(self.device)
-        kind, dims = self.random.random(), tensor.dim()
+        kind, dims = random.random(), tensor.dim()
         if kind < 0.45 or dims == 0:
             return tensor.clone()
         if kind < 0.6:
-            return self._shifted(tensor, self.random.randint(1, 3))
+            return self._shifted(tensor, random.randint(1, 3))
         order = list(range(dims))
         if kind < 0.75:
-            self.random.shuffle(order)
+            random.shuffle(order)
             if dims == 4 and self.chance(0.5):
                 order = [0, 2, 3, 1]  # channels last
             inverse = [order.index(d) for d in range(dims)]
             return self._shifted(tensor.permute(order), self.pick(0, 0, 1, 2)).permute(inverse)
-        dim = self.random.randrange(dims)
+        dim = random.randrange(dims)
         if kind < 0.9 or not can_expand:
             step, start = self.pick((2, 1), (1, 1), (1, 3), (3, 0))
             shape = list(tensor.shape)

@@ -48,6 +48,7 @@ from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, Trai
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .optim.optim_wrapper import OptimWrapper
 from .optim.options import check_custom_keys, paramwise_cfg
+from .optim.wrappers import unwrapped
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment
@@ -220,7 +221,7 @@ def check_before_data(runner: Any, *stages: str) -> None:
                     "optim_wrapper must be that of one optimizer, which may have groups of parameters"
                 )
             _check_parameters(optim_wrapper, runner.model)
-            check_custom_keys(custom_keys, runner.model, optim_wrapper.optimizer)
+            check_custom_keys(custom_keys, unwrapped(runner.model), optim_wrapper.optimizer)
         check_monitored(runner)
 
 

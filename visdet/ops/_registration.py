@@ -64,10 +64,12 @@ def differentiable(
     explain_failures(name, f"{name}_backward")
     operator = operator_of(name)
 
+    below_autograd = torch._C._AutoDispatchBelowAutograd
+
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 output = operator(*inputs)
             rule.save(ctx, inputs, output)
             return output
@@ -76,7 +78,7 @@ def differentiable(
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
             if reference or torch.is_grad_enabled():
                 return rule.backward(ctx, *grad_outputs)
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 return rule.backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
@@ -94,7 +96,7 @@ def differentiable(
             return operator(*inputs)
         if torch.is_grad_enabled():
             return Eager.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(*inputs)
 
     return call

@@ -85,13 +85,12 @@ def batched_nms(
             f"batched_nms: nms_cfg must be a dict such as {{'iou_threshold': 0.5}}, got {nms_cfg!r}"
         )
     arguments = dict(nms_cfg)
-    take = arguments.pop
-    class_agnostic = take("class_agnostic", class_agnostic)
-    kind = take("type", "nms")
+    class_agnostic = arguments.pop("class_agnostic", class_agnostic)
+    kind = arguments.pop("type", "nms")
     suppress = kind if callable(kind) else _KINDS.get(kind)
     if suppress is None:
         raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
-    split_threshold, max_num = take("split_thr", 10000), take("max_num", -1)
+    split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and shape[0] < max(split_threshold, 1)
     wide = widened(boxes, boxes)

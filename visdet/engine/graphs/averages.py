@@ -32,20 +32,19 @@ class GraphedAverage(GraphedCall):
 
     def __call__(self, average: ExponentialMovingAverage, model: nn.Module) -> None:
         """Move the averages towards the weights of a model."""
-        flat = itertools.chain.from_iterable
         modules = average, model
         if modules != self._modules:
             self._modules = modules
             self._stores = [*_stores_of(average), *_stores_of(model)]
             self._places = ()
-        values = flat(store.values() for store in self._stores)
+        values = itertools.chain.from_iterable(store.values() for store in self._stores)
         places = tuple(tensor.data_ptr() for tensor in values if tensor is not None)
         if places != self._places:
             self._places = places
             self._pairs = average.pairs_with(model)
         pairs, buffers = self._pairs
         work = partial(average.average, pairs, buffers)
-        on_devices = flat([*pairs, *buffers])
+        on_devices = itertools.chain.from_iterable([*pairs, *buffers])
         if not all(tensor.is_cuda for tensor in on_devices):
             self._run_without_graph("a weight or its average is not on a GPU", work)
             return

@@ -76,22 +76,21 @@ class GraphedStep:
         self.half = HalfLeaves(plain, set(), dtype, copies)
         self.hooked = hooked = set(handed_on)
         self.keeps_activations = recomputes(model)
-        try_out = self._tried_out
         with casts:
             try:
-                values, used = try_out(assign)
+                values, used = self._tried_out(assign)
             except torch.OutOfMemoryError:
                 if not self.keeps_activations:
                     raise
                 self.keeps_activations = False
-                values, used = try_out(assign)
+                values, used = self._tried_out(assign)
         free, total = torch.cuda.mem_get_info()
         self.keeps_activations = self.keeps_activations and free >= _LEAST_FREE * total
         only_cast = casts.only_cast()
         if only_cast:
             whole = self.half
             self.half = HalfLeaves(plain, only_cast, dtype, copies)
-            others, used_then = try_out(assign)
+            others, used_then = self._tried_out(assign)
             is_equal = used_then == used and torch.equal(values, others)
             self.half = self.half if is_equal else whole
         self.block = block = gradients.block_of(used)

@@ -23,6 +23,7 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
     if not hasattr(dataset, "num_cameras") or not hasattr(dataset, "get_info"):
         return
     classes = list(dataset.CLASSES)
+    num_classes = len(classes)
     for step in dataset.pipeline.transforms:
         kind = type(step).__name__
         if kind == _NORMALIZES and hasattr(model.data_preprocessor, "mean"):
@@ -36,10 +37,10 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
                 f"{kind} of {loader_name} is for the classes {names}, but {loader_name}.dataset has {classes}"
             )
         distances = getattr(step, "class_dist_thred", 0.0)
-        if isinstance(distances, list | tuple) and len(distances) < len(classes):
+        if isinstance(distances, list | tuple) and len(distances) < num_classes:
             raise ConfigError(
                 f"{kind} of {loader_name} would drop all boxes of some classes: class_dist_thred has "
-                f"{len(distances)} distances, but {loader_name}.dataset has {len(classes)} classes"
+                f"{len(distances)} distances, but {loader_name}.dataset has {num_classes} classes"
             )
     info = dataset.get_info(0)
     is_learnt = loader_name == "train_dataloader"

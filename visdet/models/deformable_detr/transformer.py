@@ -88,15 +88,16 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             pyramid: the pyramid, of which all but the features is used.
             next_pos: what the next layer will add to the features, or None if this is the last layer.
         """
+        first_norm, last_norm = self.norms
         query = self.self_attn(
             query,
             query_pos=pyramid.positions,
             reference_points=reference_points,
-            norm=self.norms[0],
+            norm=first_norm,
             **pyramid.layout,
         )
         options = {"next_pos": next_pos} if type(self.ffn) is FFN else {}
-        return self.ffn(query, norm=self.norms[1], **options)
+        return self.ffn(query, norm=last_norm, **options)
 
 
 @MODELS.register_module()
@@ -178,16 +179,17 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
             pyramid: the pyramid of the memory.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
-        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
+        first_norm, second_norm, last_norm = self.norms
+        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=first_norm)
         query = self.cross_attn(
             query,
             value=memory,
             query_pos=query_pos,
             reference_points=reference_points,
-            norm=self.norms[1],
+            norm=second_norm,
             **pyramid.layout,
         )
-        return self.ffn(query, norm=self.norms[2])
+        return self.ffn(query, norm=last_norm)
 
 
 @MODELS.register_module()
