@@ -137,15 +137,16 @@ def test_an_option_that_is_not_computed_is_refused(name, value):
 
 
 def test_the_modules_that_repositories_import():
+    module_of = importlib.import_module
     with extensions.installed():
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-        padding = importlib.import_module("flash_attn.bert_padding")
+        interface = module_of("flash_attn.flash_attn_interface")
+        padding = module_of("flash_attn.bert_padding")
         assert set(flash.__all__) <= set(vars(interface)) and set(flash.__all__) <= set(
-            vars(importlib.import_module("flash_attn"))
+            vars(module_of("flash_attn"))
         )
         assert inspect.unwrap(padding.unpad_input) is unpad_input
         with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("flash_attn.layers")
+            module_of("flash_attn.layers")
 
 
 @pytest.mark.parametrize("begin, longest", [([0, 2, 6], 3), ([0, 2, 4], 4), ([0, 7, 6], 8)], ids=str)

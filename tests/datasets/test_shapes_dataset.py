@@ -91,6 +91,7 @@ def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path):
 
 
 def test_a_folder_that_a_data_set_reads_is_not_replaced(tmp_path):
+    build = DATASETS.build
     config = dict(
         type="ShapesDataset",
         data_root=str(tmp_path / "shapes"),
@@ -98,17 +99,17 @@ def test_a_folder_that_a_data_set_reads_is_not_replaced(tmp_path):
         data_prefix=dict(img="train/"),
         generator=SMALL,
     )
-    dataset = DATASETS.build(config)
+    dataset = build(config)
     other = dict(config, generator=SMALL | dict(num_train=4))
     with pytest.raises(
         ValueError, match=r"holds num_train=\d+, not num_train=4.*different values of data_root"
     ):
-        DATASETS.build(other)
+        build(other)
     assert Path(dataset.get_data_info(0)["img_path"]).exists()
-    DATASETS.build(config)
+    build(config)
     del dataset
     gc.collect()
-    assert len(DATASETS.build(other)) == 4
+    assert len(build(other)) == 4
 
 
 def test_killed_while_drawing(tmp_path):

@@ -17,6 +17,7 @@ from toy_run import error_of, toy_config
 from visdet.engine import ConfigError, UserError, build_runner, tool_session
 from visdet.engine.checkpoints.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import explain
+from visdet.engine.hooks.num_class_check_hook import _compare_lists
 from visdet.errors import hints_of
 from visdet.registry import MODELS, TRANSFORMS
 
@@ -273,3 +274,10 @@ def test_a_signal_that_is_ignored_stays_so():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_cameras_of_a_run_have_one_order():
+    front, back = ["front", "back"], ["back", "front"]
+    with pytest.raises(ConfigError, match=r"the cameras of train\.dataset and val\.dataset differ: label 0"):
+        _compare_lists("cameras", {"train": front, "val": back})
+    _compare_lists("cameras", {"train": front, "val": ["CAM_FRONT", "CAM_BACK"]})

@@ -161,8 +161,9 @@ def test_resume_skips_by_index_and_reads_no_image(tmp_path):
     options = {"default_hooks__checkpoint__interval": 10}
     interrupted(tmp_path, at=10, **options)
     runner = toy_runner(tmp_path, resume="auto", **options)
-    runner.train_loop.dataloader.dataset.full_init()
     dataset = runner.train_loop.dataloader.dataset
+    dataset.full_init()
+    dataset = dataset
     read, prepare = [], dataset.prepare_data
     dataset.prepare_data = lambda idx: read.append(idx) or prepare(idx)
     runner.train()

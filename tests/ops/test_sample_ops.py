@@ -131,15 +131,16 @@ def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 @st.composite
 def _launches_of_sample_dot(draw: st.DrawFn) -> dict[str, Any]:
+    empty = sizes.empty
     B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
     Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
     octaves = draw(st.one_of(st.integers(0, 6), st.sampled_from([12, 28, 40, 100]))) if C else 0
     octaves, wide = min(octaves, C // 2), wide_of(dtype)
     return {
-        "images": sizes.empty(B, C, H, W, dtype=dtype),
-        "samples": sizes.empty(B, Q, D, 2, dtype=wide),
-        "queries": sizes.empty(B, G, Q, C - 2 * octaves, dtype=wide),
-        "depths": sizes.empty(B, Q, D, dtype=wide),
+        "images": empty(B, C, H, W, dtype=dtype),
+        "samples": empty(B, Q, D, 2, dtype=wide),
+        "queries": empty(B, G, Q, C - 2 * octaves, dtype=wide),
+        "depths": empty(B, Q, D, dtype=wide),
         "num_octaves": octaves,
     }
 

@@ -105,9 +105,9 @@ class _Function:
         self.__name__ = name
         self.__signature__ = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
         types = self.types = signature.__annotations__
-        self.results = [name for name, kind in types.items() if kind in (Result, FirstRows)]
-        self.grad_outputs = [name for name, kind in types.items() if kind == GradOutput]
-        self.gradients = {name: names[name] for name, kind in types.items() if kind == Gradient}
+        self.results = [name for name in types if types[name] in (Result, FirstRows)]
+        self.grad_outputs = [name for name in types if types[name] == GradOutput]
+        self.gradients = {name: names[name] for name in types if types[name] == Gradient}
         self.taken = inspect.signature(operator).parameters
         assert names.keys() <= types.keys() and {*names.values(), *returns} <= self.taken.keys(), entry
         self.sources: dict[str, list[str]] = {}

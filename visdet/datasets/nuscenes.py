@@ -121,7 +121,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.use_valid_flag = use_valid_flag
         self.data_aug_conf = data_aug_conf
         if data_aug_conf is not None:
-            check_augmentation(**((NOT_RANDOM if test_mode else {}) | data_aug_conf))
+            check_augmentation(**({**NOT_RANDOM, **data_aug_conf} if test_mode else data_aug_conf))
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
         given = self.METAINFO | (metainfo or {})

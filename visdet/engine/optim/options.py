@@ -52,7 +52,7 @@ def check_custom_keys(given: dict[str, dict], model: nn.Module, optimizer: Optim
     Raises:
         UserError: an option is unknown, or a multiplier is below 0.
     """
-    parts = [name for name, _ in model.named_parameters()]
+    parts = dict(model.named_parameters())
     known = (*_MULTIPLIERS, *optimizer.defaults)
     for key, options in given.items():
         where = f"optim_wrapper.paramwise_cfg.custom_keys.{key}"
@@ -63,7 +63,7 @@ def check_custom_keys(given: dict[str, dict], model: nn.Module, optimizer: Optim
             if name in _MULTIPLIERS:
                 checked_value(f"{where}.{name}", value, AtLeast0)
         if not any(key in part for part in parts):
-            children = ", ".join(name for name, _ in model.named_children())
+            children = ", ".join(dict(model.named_children()))
             print_log(
                 f"{where} acts on nothing: no parameter has this in its name. The parts of the model are {children}",
                 logger="current",
