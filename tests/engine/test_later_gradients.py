@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
+from visdet.execution.capture import captures, recomputed
 from visdet.execution.later_gradients import LaterGradients
 
 
@@ -43,3 +44,14 @@ def test_all_gradients_are_those_of_autograd():
             place += gradient
     assert_close(sums, list(expected), rtol=1e-4, atol=1e-4)
     assert found[-1] is None and later.has_found(model.last.weight)
+
+
+def test_what_is_computed_again_is_left_to_autograd():
+    layers = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
+    parameters = list(layers.parameters())
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    expected = torch.autograd.grad(layers(x).sin().sum(), parameters)
+    later = LaterGradients(parameters, [])
+    with captures(side=None), later.taking():
+        found = torch.autograd.grad(recomputed(layers, x).sin().sum(), parameters)
+    assert_close(found, expected)

@@ -105,7 +105,8 @@ def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
     In the capture of a graph, a layer keeps everything if the memory suffices, and also if it drops anything: The
     backward pass is another graph, in which it would draw other numbers.
     """
-    if keeps_activations():
+    capture = _current.get()
+    if capture is not None and capture.keeps_activations:
         return layer(input, *others)
     is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if is_capturing:
@@ -114,8 +115,16 @@ def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
         ]
         if any(isinstance(rate, int | float) and rate > 0 for rate in rates):
             return layer(input, *others)
+
+    # The backward pass runs without the modes of torch functions that are on here, so that it would compute in another
+    # way.
+    def without_modes(*inputs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return layer(*inputs)
+
+    compute = layer if capture is None else without_modes
     # The state of a generator cannot be read in a capture, and nothing is drawn.
-    return checkpoint(layer, input, *others, use_reentrant=False, preserve_rng_state=not is_capturing)
+    return checkpoint(compute, input, *others, use_reentrant=False, preserve_rng_state=not is_capturing)
 
 
 def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
