@@ -81,6 +81,7 @@ FAULTS = [
             "num_radar_pts": np.array([1, 2, 3]),
             "valid_flag": np.array([2, 1]),
             "ego_status": np.zeros(9),
+            "gt_ego_fut_cmd": np.zeros(3),
             "map_annos": {"divider": [np.eye(2)]},
         }.items()
     ),
@@ -93,6 +94,7 @@ FAULTS = [
         "gt_agent_fut_masks",
     ),
     ({"gt_ego_fut_trajs": np.ones((6, 2))}, "gt_ego_fut_"),
+    ({"gt_ego_fut_trajs": np.ones((6, 2)), "gt_ego_fut_masks": np.full(6, 2)}, "masks must be 0 or 1"),
     ({"gt_boxes": np.zeros((0, 7))}, "gt_names"),
     ({"gt_boxes": BOXES * [1, 1, 1, 1, 0, 1, 1, 1, 1]}, r"no positive size: \[0, 1\] \(gt_boxes"),
     *(

@@ -28,6 +28,7 @@ class Key:
         beside: the key whose presence makes this one necessary. ``None`` means that every record must have it, and
             an empty text that it is optional.
         is_finite: whether no number may be NaN or infinite.
+        flags: "any" if each number must be 0 or 1, and "one" if exactly one of them must be 1.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Key:
     shapes: str = ""
     beside: str | None = ""
     is_finite: bool = False
+    flags: str = ""
 
     def expected(self) -> str:
         """Return the type and the shape in words."""
@@ -72,6 +74,10 @@ class Key:
             )
         if self.is_finite:
             check_finite(where, **{f"{own_name}{of}": fitting})
+        flags = self.flags
+        if flags and not (np.isin(fitting, (0, 1)).all() and (flags == "any" or fitting.sum() == 1)):
+            rest = ", and exactly one of them 1" if flags == "one" else ""
+            raise InvalidInputError(f"{name} must be 0 or 1{rest}, got {fitting.tolist()}")
         return fitting
 
     def _fitting(self, value: Any, sizes: dict) -> Any:
@@ -149,10 +155,10 @@ FRAME_KEYS = (
     Key("num_radar_pts", int, "[n]"),
     Key("valid_flag", bool, "[n]"),
     Key("gt_agent_fut_trajs", float, "[n, t, 2]", beside="gt_agent_fut_masks"),
-    Key("gt_agent_fut_masks", float, "[n, t]", beside="gt_agent_fut_trajs"),
+    Key("gt_agent_fut_masks", float, "[n, t]", beside="gt_agent_fut_trajs", flags="any"),
     Key("gt_ego_fut_trajs", float, "[s, 2]", beside="gt_ego_fut_masks", is_finite=True),
-    Key("gt_ego_fut_masks", float, "[s]", beside="gt_ego_fut_trajs", is_finite=True),
-    Key("gt_ego_fut_cmd", float, "[3]", beside="gt_ego_fut_trajs", is_finite=True),
+    Key("gt_ego_fut_masks", float, "[s]", beside="gt_ego_fut_trajs", flags="any"),
+    Key("gt_ego_fut_cmd", float, "[3]", beside="gt_ego_fut_trajs", flags="one"),
     Key("ego_status", float, "[10]", is_finite=True),
     Key("map_annos", dict),
 )
