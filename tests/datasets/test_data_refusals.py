@@ -57,6 +57,7 @@ WAY = {
     "gt_ego_fut_masks": torch.ones(6),
     "fut_boxes": np.array([np.zeros((0, 7))] * 6 + [None], dtype=object)[:6],
 }
+PICTURE = {"img": torch.zeros(3, 6, 9, dtype=torch.uint8), "img_shape": (6, 9)}
 SEQUENCES = SimpleNamespace(flag=np.array([0, 0, 1]))
 REFUSED = [
     (lambda: make_shapes("x", num_val=0), "num_val must be .* got 0"),
@@ -81,7 +82,12 @@ REFUSED = [
     (lambda: T.LoadImageFromFile(color_type="grey"), "color_type must be"),
     (lambda: T.LoadImageFromFile(channel_order="gbr"), "channel_order must be"),
     (lambda: T.LoadImageFromFile(imdecode_backend="cv2"), "imdecode_backend must be"),
-    (lambda: T.LoadAnnotations()(dict(img_shape=(6, 9), flip=True)), "must come before RandomFlip"),
+    (lambda: T.LoadAnnotations()(T.RandomFlip(0.0)(dict(PICTURE))), "must come before RandomFlip"),
+    (
+        lambda: T.LoadAnnotations()(T.TorchvisionTransform("CenterCrop", size=4)(dict(PICTURE))),
+        "must come before Torchv",
+    ),
+    (lambda: T.TorchvisionTransform("ToDtype", dtype=torch.float32)(dict(PICTURE)), "from torch.uint8 to"),
     (lambda: T.LoadAnnotations(with_mask=True), "with_mask must be False"),
     (lambda: T.VectorizeMap((30, 60), False, simplify=True, sample_num=20), "either simplify or sample_num"),
     (lambda: T.VectorizeMap((30, 60), False, simplify=True, permute=True), "sample_num with permute"),

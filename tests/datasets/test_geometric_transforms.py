@@ -240,6 +240,20 @@ def test_torchvision_transforms_by_name(scene, seed):
     assert (len(results["gt_bboxes"]) == 1) == (found is not None)
 
 
+@pytest.mark.parametrize("order", ["rgb", "bgr"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [("RandomGrayscale", {"p": 1}, [89, 89, 89]), ("RandomInvert", {"p": 1}, [55, 205, 255])],
+)
+def test_torchvision_sees_colours_as_its_own(order, dtype, name, options, expected):
+    step = -1 if order == "bgr" else 1
+    red = torch.tensor([200, 50, 0][::step], dtype=dtype).view(3, 1, 1)
+    changed = TorchvisionTransform(name, **options)({"img": red, "channel_order": order})["img"]
+    assert changed.dtype == dtype
+    assert changed.flatten().round().tolist()[::step] == expected
+
+
 def mixed(height=40, width=60, box=(10, 8, 50, 32)):
     """Return results whose other images are grey rectangles on black, of which each second one is ignored."""
     drawn = iter(range(100))

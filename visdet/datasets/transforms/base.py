@@ -41,6 +41,7 @@ class BaseTransform(metaclass=ABCMeta):
     """
 
     keeps_size: ClassVar[bool] = False  # whether the image has the same size afterwards
+    moves_pixels = False  # whether pixels are afterwards elsewhere than ``scale_factor`` says
 
     @abstractmethod
     def transform(self, results: dict) -> dict | None:
@@ -48,7 +49,7 @@ class BaseTransform(metaclass=ABCMeta):
 
     def __call__(self, results: dict) -> dict | None:
         try:
-            return self.transform(results)
+            changed = self.transform(results)
         except KeyError as error:
             key = str(error.args[0])
             if isinstance(error, UserError) or key in results or not key.startswith(_RESULTS):
@@ -56,6 +57,9 @@ class BaseTransform(metaclass=ABCMeta):
             raise InvalidInputError(
                 f"{type(self).__name__}: the pipeline has no {key!r} yet; an earlier transform must give it"
             ) from error
+        if changed is not None and self.moves_pixels:
+            changed["moved_by"] = type(self).__name__
+        return changed
 
     def __repr__(self) -> str:
         settings = ", ".join(

@@ -183,6 +183,8 @@ class RandomFlip(BaseTransform):
     Source: mmcv's RandomFlip.
     """
 
+    moves_pixels = True
+
     @also_takes(swap_seg_labels=...)
     def __init__(
         self, prob: Share | Sequence[Share], direction: _Direction | Sequence[_Direction] = "horizontal"
@@ -235,6 +237,8 @@ class RandomCrop(BaseTransform):
 
     Source: mmdet 3.3's RandomCrop.
     """
+
+    moves_pixels = True
 
     def __init__(
         self,

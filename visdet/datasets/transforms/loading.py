@@ -81,6 +81,7 @@ class LoadImageFromFile(BaseTransform):
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         set_image(results, image.float() if self.to_float32 else image)
         results["ori_shape"] = results["img_shape"]
+        results["channel_order"] = self.channel_order
         return results
 
     def _read(self, path: str, expected_shape: tuple) -> np.ndarray:
@@ -115,7 +116,7 @@ class LoadAnnotations(BaseTransform):
     """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels``, ``gt_ignore_flags`` and, for tests, ``gt_areas``.
 
     The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
-    possible after a flip or a crop, so that annotations must be loaded before them. Records with an ``angle_version``
+    possible after what moves pixels otherwise, such as a flip or a crop, so that annotations must be loaded before. Records with an ``angle_version``
     have turned boxes, and then for tests also ``gt_polygons``, the corners (float64 [N, 4, 2]) in pixels of the file.
 
     Args:
@@ -123,7 +124,7 @@ class LoadAnnotations(BaseTransform):
         with_mask: must be ``False``, because visdet has no instance masks.
 
     Raises:
-        ValueError: ``with_mask`` is True, or the image has been flipped.
+        ValueError: ``with_mask`` is True, or pixels have been moved.
 
     Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in pixels of the file after a ``Resize``.
     """
@@ -150,15 +151,15 @@ class LoadAnnotations(BaseTransform):
         pass
 
     def transform(self, results: dict) -> dict:
-        given = results.get
-        if given("flip", False):
+        mover = results.get("moved_by")
+        if mover:
             raise InvalidInputError(
-                "LoadAnnotations must come before RandomFlip: the boxes of the file are not flipped"
+                f"LoadAnnotations must come before {mover}, which moves pixels: the boxes of the file are not moved"
             )
-        instances = given("instances", [])
+        instances = results.get("instances", [])
         # Numpy converts lists in less time than torch.
         corners = np.array([item["bbox"] for item in instances]).reshape(-1, 2)
-        scaled = corners.astype(np.float32) * np.array(given("scale_factor", (1.0, 1.0)), np.float32)
+        scaled = corners.astype(np.float32) * np.array(results.get("scale_factor", (1.0, 1.0)), np.float32)
         turned_shape = (-1, 4, 2)
         is_turned = "angle_version" in results
         set_boxes(results, torch.from_numpy(scaled.reshape(turned_shape if is_turned else (-1, 4))))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from mmengine.dataset import Compose
 from torch import Tensor
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -57,7 +58,8 @@ class TorchvisionTransform(BaseTransform):
     An example is ``dict(type='TorchvisionTransform', transform='RandomRotation', degrees=10)``. Boxes are clipped to
     the new image, and those that are then less than one pixel wide or high are dropped. Turned boxes are not clipped,
     but dropped if their centre is outside. ``scale_factor`` is not changed, so use transforms that move pixels for
-    training only.
+    training only. The others see the colours as torchvision's: in the order RGB, and in 0..1 if they are floating-point
+    numbers.
 
     Args:
         transform: the name of a class in ``torchvision.transforms.v2``.
@@ -75,21 +77,45 @@ class TorchvisionTransform(BaseTransform):
                 f"TorchvisionTransform: torchvision.transforms.v2 has no transform {transform!r}"
             )
         self.transform_name = transform
-        self.keeps_size = transform_class.__module__.endswith("_color")  # type: ignore[misc]
+        module = transform_class.__module__
+        self.keeps_size = module.endswith("_color")  # type: ignore[misc]
+        self.moves_pixels = module.endswith(("_container", "_geometry"))
         self._transform = transform_class(**arguments)
 
     def transform(self, results: dict) -> dict:
-        if "gt_bboxes" not in results:
-            set_image(results, self._transform(results["img"]))
-            return results
-        image, boxes = self._transform(results["img"], results["gt_bboxes"])
-        if len(boxes) != len(results["gt_bboxes"]):
+        given = results["img"]
+        is_bgr = results.get("channel_order") == "bgr"
+        image = given if self.moves_pixels else _as_of_torchvision(given, is_bgr)
+        boxes = results.get("gt_bboxes")
+        if boxes is None:
+            image = self._transform(image)
+        else:
+            number = len(boxes)
+            image, boxes = self._transform(image, boxes)
+            if len(boxes) != number:
+                raise InvalidInputError(
+                    f"TorchvisionTransform: {self.transform_name} changed the number of boxes"
+                )
+        if image.dtype != given.dtype:
             raise InvalidInputError(
-                f"TorchvisionTransform: {self.transform_name} changed the number of boxes"
+                f"TorchvisionTransform: {self.transform_name} changed the type of the image from {given.dtype} to "
+                f"{image.dtype}. LoadImageFromFile gives float32 with to_float32=True"
             )
-        set_image(results, image)
-        set_large_boxes(results, clipped(boxes))
+        set_image(results, image if self.moves_pixels else _as_before(image, is_bgr))
+        if boxes is not None:
+            set_large_boxes(results, clipped(boxes))
         return results
+
+
+def _as_of_torchvision(image: Tensor, is_bgr: bool) -> Tensor:
+    """Return an image as torchvision's transforms of colours expect it."""
+    rgb = image.flip(0) if is_bgr else image
+    return tv_tensors.Image(rgb / 255 if rgb.is_floating_point() else rgb)
+
+
+def _as_before(image: Tensor, is_bgr: bool) -> Tensor:
+    scaled = image * 255 if image.is_floating_point() else image
+    return scaled.flip(0) if is_bgr else scaled
 
 
 class MixingTransform(BaseTransform):
@@ -106,6 +132,8 @@ class MixingTransform(BaseTransform):
         ValueError: the data set gives no other images, or no ``pipeline`` is given and that of the data set has no step
             before the one that joins images.
     """
+
+    moves_pixels = True
 
     def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
         self._read: Compose | None = None
@@ -138,6 +166,12 @@ class MixingTransform(BaseTransform):
 
     def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:
         """Return the results with an image and with the boxes of all parts, which are in its pixels."""
+        orders = {str(part.get("channel_order")) for part in parts}
+        if len(orders) > 1:
+            raise InvalidInputError(
+                f"{type(self).__name__}: the channels of the images to join are in the orders "
+                f"{' and '.join(sorted(orders))}. Give every LoadImageFromFile the same channel_order"
+            )
         set_image(results, image)
         for key in PER_BOX:
             # Images without boxes, and all images outside of tests, have no areas.
