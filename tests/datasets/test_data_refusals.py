@@ -89,6 +89,10 @@ REFUSED = [
     ),
     (lambda: T.TorchvisionTransform("ToDtype", dtype=torch.float32)(dict(PICTURE)), "from torch.uint8 to"),
     (lambda: T.LoadAnnotations(with_mask=True), "with_mask must be False"),
+    (
+        lambda: T.BBoxRotation()({"aug_config": {"rotate_3d": 1.0}, "vectors": ()}),
+        "BBoxRotation must come before VectorizeMap",
+    ),
     (lambda: T.VectorizeMap((30, 60), False, simplify=True, sample_num=20), "either simplify or sample_num"),
     (lambda: T.VectorizeMap((30, 60), False, simplify=True, permute=True), "sample_num with permute"),
     (

@@ -197,6 +197,8 @@ def test_valid_flag_must_be_there_if_it_is_asked_for(dataset_of, infos):
         (lambda k: {"timestamp": 1_700_000_000 + k}, "are 1 us apart, .* timestamp must be in microseconds"),
         (lambda k: {"timestamp": 1_700_000_000_000 + 500 * k}, "are 500 us apart"),  # milliseconds
         (lambda k: {"timestamp": (1_700_000_000 + k) * 10**9}, "are 1000000000 us apart"),
+        (lambda k: {"timestamp": 1_700_000_000_000 + 1000 * k}, "10000000 us apart, got 1000 us"),
+        (lambda k: {"timestamp": 10**18 + 33_333_333 * k}, "us apart, got 3.33333e.07 us"),  # nanoseconds
         (lambda k: {"timestamp": 5_000_000}, "two frames of scene train-drive-0 are 0 us apart, at 5000000"),
         (
             lambda k: {"token": "a", "scene_token": str(k)},

@@ -171,11 +171,14 @@ def test_converted_paths_are_those_of_the_times_of_the_steps(name):
         ),
         (
             "1 Hz",
-            {"gt_ego_fut_trajs": np.tile([5.0, 0.0], (6, 1)), "gt_ego_fut_cmd": np.array([0, 1.0, 0])},
+            {
+                "lidar2ego_rotation": np.eye(3),
+                "gt_ego_fut_trajs": np.tile([5.0, 0.0], (6, 1)),
+                "gt_ego_fut_cmd": np.array([0, 1.0, 0]),
+            },
             [
                 "1 frames per second",
-                "gt_ego_fut_trajs: 7 of 7 paths end more than 1 m",
-                "gt_ego_fut_trajs: 7 of 7 paths lead more aside than ahead",
+                "ego2global: from 7 of 7 frames, the vehicle moves more aside than ahead",
                 "gt_ego_fut_cmd: 7 of 7 commands say right where the path leads left, or the reverse",
                 "of 16 used boxes",
             ],
@@ -187,6 +190,6 @@ def test_the_check_says_what_the_rate_means(dataset_of, name, changes, said):
     lines = [
         line
         for line in recording_report(dataset.ann_file, dataset.data_root)
-        if line.startswith(("motion and", "gt_ego", "of "))
+        if line.startswith(("motion and", "gt_ego", "ego2", "of "))
     ]
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True))

@@ -130,7 +130,7 @@ def test_other_images_are_read_by_the_steps_of_the_data_set(tmp_path, order, ste
     first = {**steps[0], "channel_order": order}
     dataset = build(tmp_path, pipeline=[first, *steps[1:], dict(type="PackDetInputs")], test_mode=test_mode)
     if "pipeline" in steps[-1] and order == "bgr":
-        with pytest.raises(ValueError, match="Mosaic: the channels of the images .* bgr and rgb"):
+        with pytest.raises(ValueError, match=r"Mosaic: the channels of the images .* bgr and rgb"):
             dataset[0]
         return
     for index in range(3):

@@ -173,6 +173,10 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
 
 
 _MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
+_USUAL_INTERVALS_US = (
+    10_000,
+    10_000_000,
+)  # what most intervals of a file are, unless the time is in other units
 _MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 
 
@@ -209,14 +213,24 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
     order = sorted(range(len(keys)), key=place)
     sorted_keys = [keys[index] for index in order]
     are_first = [False]
+    gaps = []
     for (time_before, scene_before, *_), (time, scene, has_no_sweeps, _) in pairwise(sorted_keys):
         gap = time - time_before
+        if scene == scene_before:
+            gaps.append(gap)
         if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
             raise InvalidInputError(
                 f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
                 "timestamp must be in microseconds, and different recordings must have different scene tokens"
             )
         are_first.append(scene != scene_before or (has_no_sweeps and scene in with_sweeps))
+    least, most = _USUAL_INTERVALS_US
+    usual = np.median(gaps or [least])
+    if not least <= usual <= most:
+        raise InvalidInputError(
+            f"info file {file}: the frames of a scene must be {least} to {most} us apart, got {usual:g} us (median). "
+            "timestamp must be in microseconds"
+        )
     times = np.array([time for time, *_ in sorted_keys], dtype=np.int64)
     return np.array(order), np.cumsum(are_first), times
 

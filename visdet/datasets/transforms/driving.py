@@ -49,6 +49,8 @@ class BBoxRotation(BaseTransform):
         angle = (given("aug_config") or {}).get("rotate_3d", 0.0)
         if not angle:
             return results
+        if "gt_map_pts" in results or "vectors" in results:
+            raise InvalidInputError("BBoxRotation must come before VectorizeMap: it turns map_annos")
         turn = np.eye(4)
         turn[:2, :2] = turn_about_z(angle)
         back = inverse_pose(turn)

@@ -116,8 +116,9 @@ class LoadAnnotations(BaseTransform):
     """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels``, ``gt_ignore_flags`` and, for tests, ``gt_areas``.
 
     The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
-    possible after what moves pixels otherwise, such as a flip or a crop, so that annotations must be loaded before. Records with an ``angle_version``
-    have turned boxes, and then for tests also ``gt_polygons``, the corners (float64 [N, 4, 2]) in pixels of the file.
+    possible after what moves pixels otherwise, such as a flip or a crop, so that annotations must be loaded before.
+    Records with an ``angle_version`` have turned boxes, and then for tests also ``gt_polygons``, the corners (float64
+    [N, 4, 2]) in pixels of the file.
 
     Args:
         with_bbox, with_label: must be True.
