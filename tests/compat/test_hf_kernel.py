@@ -1,7 +1,6 @@
 """The kernel repository of ``make hf-kernel``: complete without visdet, and loaded by Hugging Face's ``kernels``."""
 
 import importlib.util
-import json
 import os
 import platform
 import subprocess
@@ -9,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from json_files import read_json
 from make_hf_kernel import make
 from programs import ROOT
 
@@ -95,7 +95,7 @@ def test_layout_and_metadata(repository):
         variant = repository / "build" / name
         libraries = sorted(path.name for path in variant.rglob("*.so"))
         assert libraries == [f"libvisdet_{kind}.so" for kind in ("cpu", "cuda")[: 1 + (backend == "cuda")]]
-        metadata = json.loads((variant / "metadata.json").read_text())
+        metadata = read_json(variant / "metadata.json")
         assert metadata["id"].startswith(f"visdet_ops_{backend}") and metadata["backend"]["type"] == backend
 
 

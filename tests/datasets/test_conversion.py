@@ -1,10 +1,8 @@
 """Data sets in other formats become COCO files, and what is left out or looks wrong is named."""
 
-import json
-
 import pytest
 from coco_files import turned
-from json_files import read_json
+from json_files import read_json, write_json
 from PIL import Image
 
 from visdet.datasets import CocoDataset
@@ -93,7 +91,7 @@ def coco(root):
         pictures(root / split, "a.png", "b.png")
         rows = [*boxes, dict(id=3, image_id=9, category_id=17, bbox=[1, 1, 2, 2])]
         content = dict(categories=categories, images=images, annotations=rows)
-        write(root / split / "_annotations.coco.json", json.dumps(content))
+        write_json(root / split / "_annotations.coco.json", content)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def roboflow_coco(root):
         categories=[dict(id=0, name="bolt"), dict(id=1, name="nut")],
         annotations=rows,
     )
-    write(root / "train/_annotations.coco.json", json.dumps(content))
+    write_json(root / "train/_annotations.coco.json", content)
 
 
 def label_studio(root):
@@ -196,7 +194,7 @@ def label_studio(root):
         dict(id=1, data=data, annotations=annotations),
         dict(id=2, data="none", annotations=[]),
     ]
-    write(root / "export.json", json.dumps(tasks))  # fmt: skip
+    write_json(root / "export.json", tasks)
 
 
 @pytest.mark.parametrize(

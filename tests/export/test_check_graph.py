@@ -1,7 +1,6 @@
 """Graphs of other programs against their models: what is right passes, and each fault is found at its node."""
 
 import copy
-import json
 import re
 import warnings
 from collections import defaultdict
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from PIL import Image
 from torch import nn
 from torch.testing import assert_close
@@ -286,7 +286,7 @@ def test_the_command_reads_a_model_of_transformers_and_annotations(pictures, tmp
     categories = [{"id": number, "name": f"kind {number}"} for number in range(5)]
     content = {"images": images, "annotations": [box], "categories": categories}
     annotations = next(iter(pictures.values())).with_name("boxes.json")
-    annotations.write_text(json.dumps(content))
+    write_json(annotations, content)
     command = ["check-export", str(tmp_path / "model.onnx"), "--model", f"hf:{tmp_path / 'model'}"]
     main([*command, "--images", str(annotations.parent)])
     assert "gives what the model gives" in stdout()
@@ -343,7 +343,7 @@ def test_a_fall_of_the_metric_is_an_error(pictures, tmp_path):
     box = {"id": 1, "image_id": "0", "category_id": 1, "bbox": [10, 10, 40, 50], "area": 2000, "iscrowd": 0}
     images = [{"id": "0", "file_name": "0.png", "height": 80, "width": 100}]
     content = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": "one"}]}
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    write_json(tmp_path / "boxes.json", content)
     given = {"0": pictures["0"]}, tmp_path / "boxes.json"
     report = check_graph(*one_box("10, 10, 50, 60", tmp_path), *given, limit=1.0)
     assert report["metrics"]["graph"]["coco/bbox_mAP"] == pytest.approx(1)

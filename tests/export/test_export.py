@@ -1,12 +1,12 @@
 """Models exported to each format and run in its runtime."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
 import torch
 from gaussian_field import LearnableGaussianField
+from json_files import read_json
 from programs import run_python
 
 import visdet
@@ -54,7 +54,7 @@ def test_images_of_any_number_and_size_as_pt2(exported):
     folder, report = exported
     assert max(one["largest"] for one in report["differences"]["outputs"].values()) < 1e-5
     assert report["differences"]["inputs"] == 3
-    described = json.loads((folder / "model.json").read_text())
+    described = read_json(folder / "model.json")
     assert described["inputs"]["images"]["shape"] == ["batch", 3, "height", "width"]
     assert described["classes"] == list("abcdef") and described["checked"]
     sample = np.load(folder / "sample.npz")
@@ -196,7 +196,7 @@ def test_an_openvino_file_says_what_is_in_bfloat16(tmp_path):
 def test_the_field(tmp_path, format):
     report = visdet.export(LearnableGaussianField(50, tolerance=1e-6), tmp_path, format)
     assert report["differences"]["outputs"]["field"]["largest"] < 1e-5
-    assert json.loads((tmp_path / "model.json").read_text())["inputs"]["points"]["shape"] == ["batch", 3]
+    assert read_json(tmp_path / "model.json")["inputs"]["points"]["shape"] == ["batch", 3]
 
 
 def test_differences_are_those_of_sets_of_detections():
@@ -261,7 +261,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 def test_without_a_check_the_report_says_so(tmp_path):
     report = visdet.export(LearnableGaussianField(5), tmp_path, check=False)
     assert not report["checked"] and "not compared" in (tmp_path / "report.md").read_text()
-    assert not json.loads((tmp_path / "model.json").read_text())["checked"]
+    assert not read_json(tmp_path / "model.json")["checked"]
 
 
 def test_a_model_without_a_family_is_refused(tmp_path):

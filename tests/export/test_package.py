@@ -2,12 +2,12 @@
 
 import contextlib
 import importlib
-import json
 import resource
 
 import pytest
 import torch
 from gaussian_field import LearnableGaussianField
+from json_files import read_json, write_json
 
 import visdet
 from tests.export.small_models import FORMATS, needs
@@ -37,7 +37,7 @@ def load(folder, format):
 
 def edited(folder, **changes):
     path = folder / "model.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    write_json(path, {**read_json(path), **changes})
 
 
 POINTS = torch.rand(7, 3)
@@ -80,7 +80,7 @@ def test_inputs_have_one_batch_and_any_order(folder_of):
 def test_files_and_outputs_are_those_of_the_description(folder_of, format, tmp_path):
     for path in folder_of(format).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    described = json.loads((tmp_path / "model.json").read_text())
+    described = read_json(tmp_path / "model.json")
     edited(tmp_path, outputs={"other": ""})
     with pytest.raises(ExportError, match=r"has the outputs \['other'\], but the model has \['field'\]"):
         load(tmp_path, format)
@@ -99,10 +99,10 @@ def test_files_and_outputs_are_those_of_the_description(folder_of, format, tmp_p
 def test_a_folder_of_an_older_version_loads(folder_of, tmp_path):
     for path in folder_of("pt2").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    described = json.loads((tmp_path / "model.json").read_text())
+    described = read_json(tmp_path / "model.json")
     for name in ("sha256", "options", "inputs"):
         del described[name]
-    (tmp_path / "model.json").write_text(json.dumps(described))
+    write_json(tmp_path / "model.json", described)
     assert load(tmp_path, "pt2")({"points": POINTS})["field"].shape == (7,)
 
 
@@ -110,7 +110,7 @@ def test_an_export_that_does_not_end_leaves_no_evidence(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text("the user's own")
 
     def is_checked(name):
-        return json.loads((tmp_path / name).read_text())["checked"]
+        return read_json(tmp_path / name)["checked"]
 
     visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
     assert is_checked("model.json") and is_checked("report.json")
@@ -129,7 +129,7 @@ def test_other_results_are_not_called_checked(tmp_path, monkeypatch):
     with pytest.raises(ExportError, match="field by"):
         visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
     for name in ("model.json", "report.json"):
-        assert not json.loads((tmp_path / name).read_text())["checked"]
+        assert not read_json(tmp_path / name)["checked"]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Graphs that take a picture as it is decoded, beside the detector that reads its file."""
 
 import copy
-import json
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gaussian_field import LearnableGaussianField
+from json_files import read_json, write_json
 from numpy.testing import assert_allclose
 from PIL import Image
 from programs import run_python
@@ -60,12 +60,12 @@ def pictures(tmp_path_factory):
 def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_path):
     report = export_config(*trained, tmp_path, format=format, shape=(160, 160), data=str(pictures[0].parent))
     assert report["checked"] and report["data"]["differences"]["inputs"] == len(PICTURES)
-    described = json.loads((tmp_path / "model.json").read_text())
+    described = read_json(tmp_path / "model.json")
     assert described["score_thresholds"] == [0.8, 0.3, 0.3, 0.3, 0.3, 0.3]
     assert described["preprocessing"]["place"] == "in the graph"
     assert described["origin_of_thresholds"] == "the checkpoint's validation"
     described["score_thresholds"] = [0.0] * len(described["classes"])
-    (tmp_path / "model.json").write_text(json.dumps(described))
+    write_json(tmp_path / "model.json", described)
     program = (tmp_path / "infer.py").read_text()
     assert len(program.splitlines()) <= 30
     out, _ = run_python(tmp_path / "infer.py", *pictures)
@@ -92,7 +92,7 @@ def test_what_a_program_cannot_read(tmp_path):
     description = {"format": "onnx", "inputs": ["picture"], "classes": ["bolt"], "score_thresholds": [0.1]}
     described = {**description, "model": "DINO", "precision": "float32", "options": {}}
     write_usage(described, tmp_path)
-    (tmp_path / "model.json").write_text(json.dumps(described))
+    write_json(tmp_path / "model.json", described)
     (tmp_path / "onnxruntime.py").write_text(_RUNTIME)
     values = np.full((4, 5), 65535)
     exif = Image.Exif()
