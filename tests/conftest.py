@@ -41,6 +41,18 @@ def stdout(capsys):
 
 
 @pytest.fixture
+def logged(monkeypatch):
+    """Return a function that lets a module's ``print_log`` add to a list in place of the log, and returns the list."""
+
+    def list_of(module):
+        messages = []
+        monkeypatch.setattr(module, "print_log", lambda message, **_: messages.append(message))
+        return messages
+
+    return list_of
+
+
+@pytest.fixture
 def program(monkeypatch, capsys, tmp_path):
     """A function that runs ``python -m visdet`` in an empty folder, and returns its status and both outputs."""
     monkeypatch.chdir(tmp_path)

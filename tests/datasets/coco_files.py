@@ -1,7 +1,6 @@
 """Small COCO data sets, written for a test."""
 
 import numpy as np
-import pytest
 from json_files import write_json
 from PIL import ExifTags, Image
 
@@ -54,11 +53,3 @@ def build(folder, **changes):
         metainfo=dict(classes=NAMES),
     )
     return coco.CocoDataset(**(arguments | changes))
-
-
-@pytest.fixture
-def warnings_logged(monkeypatch):
-    """The warnings that CocoDataset logs."""
-    messages = []
-    monkeypatch.setattr(coco, "print_log", lambda message, logger, level: messages.append(message))
-    return messages

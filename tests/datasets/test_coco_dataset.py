@@ -3,15 +3,19 @@
 import json
 
 import pytest
-from coco_files import NAMES, annotation, build, warnings_logged, write_coco, write_content
+from coco_files import NAMES, annotation, build, write_coco, write_content
 
-from visdet.datasets import CocoDataset, ShapesDataset
+from visdet.datasets import CocoDataset, ShapesDataset, coco
 from visdet.datasets.coco import COCO_CLASSES
 from visdet.errors import UserError, hints_of
 
-__all__ = ["warnings_logged"]  # a fixture
-
 BOX = [5, 6, 10, 12]
+
+
+@pytest.fixture
+def warnings_logged(logged):
+    """The warnings that CocoDataset logs."""
+    return logged(coco)
 
 
 def test_records_by_hand(tmp_path, warnings_logged):

@@ -173,9 +173,8 @@ def test_without_lidar_no_box_is_left_out_for_lack_of_points(dataset_of, infos, 
     assert len(dataset_of(flagged, test_mode=test_mode)[1]["gt_bboxes_3d"]) == 1
 
 
-def test_a_frame_whose_boxes_are_all_left_out_is_told(monkeypatch, dataset_of, infos):
-    said = []
-    monkeypatch.setattr(nuscenes, "print_log", lambda text, **options: said.append(text))
+def test_a_frame_whose_boxes_are_all_left_out_is_told(logged, dataset_of, infos):
+    said = logged(nuscenes)
     for values in ({"gt_names": np.array(["elk", "fox"])}, {"valid_flag": np.zeros(2, bool)}):
         dataset_of(with_values(infos, **values))[1]
     names, flags = said
@@ -239,9 +238,8 @@ def test_arrays_of_other_types_are_saved(dataset_of, infos):
         dataset_of(with_camera(infos, data_path=PAGE))
 
 
-def test_images_of_another_size_than_the_config_says_are_told(monkeypatch):
-    said = []
-    monkeypatch.setattr(multi_view, "print_log", lambda text, **options: said.append(text))
+def test_images_of_another_size_than_the_config_says_are_told(logged):
+    said = logged(multi_view)
     augmentation = {"resize": 0.5, "resize_dims": (800, 450), "crop": (0, 194, 800, 450), "flip": False}
     resize = ResizeCropFlipImage()
     for size, number in (((900, 1600), 0), ((1080, 1920), 1), ((1080, 1920), 1)):

@@ -68,13 +68,15 @@ def test_sixteen_bits_keep_the_upper_byte(tmp_path):
         load(tmp_path / "float.tif")
 
 
-@pytest.mark.parametrize(("highest", "is_said"), [(0, False), (4080, True), (4096, False)])
-def test_sixteen_bits_that_leave_a_picture_nearly_black_are_said_once(
-    tmp_path, monkeypatch, highest, is_said
-):
-    said = []
-    monkeypatch.setattr(images, "print_log", lambda message, **options: said.append(message))
+@pytest.fixture
+def said(monkeypatch, logged):
+    """The list of what is said of images, as if nothing had been said before."""
     monkeypatch.setattr(images, "_HAVE_SAID", set())
+    return logged(images)
+
+
+@pytest.mark.parametrize(("highest", "is_said"), [(0, False), (4080, True), (4096, False)])
+def test_sixteen_bits_that_leave_a_picture_nearly_black_are_said_once(tmp_path, said, highest, is_said):
     values = np.full((6, 9), highest, np.uint16)
     Image.fromarray(values).save(tmp_path / "grey.png")
     for _ in range(2):
@@ -111,10 +113,7 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
         load(tmp_path / "a.png", 6, 10)
 
 
-def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(images, "print_log", lambda message, **options: said.append(message))
-    monkeypatch.setattr(images, "_HAVE_SAID", set())
+def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, said):
     frames = [Image.new("RGB", (9, 6), colour) for colour in ("red", "lime", "blue")]
     for name in ("a.tif", "b.gif", "c.png", "d.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)

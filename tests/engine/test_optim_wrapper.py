@@ -152,9 +152,8 @@ def test_a_run_whose_parameters_had_a_group_each_goes_on_as_it_would_have(kind):
     assert its_schedule.get_last_value()[0] == pytest.approx(0.0001)
 
 
-def test_a_key_that_no_parameter_has_is_told(monkeypatch):
-    said = []
-    monkeypatch.setattr(options, "print_log", lambda text, **_: said.append(text))
+def test_a_key_that_no_parameter_has_is_told(logged):
+    said = logged(options)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     options.check_custom_keys({"0.bias": {}, "backbone": {}}, model, torch.optim.SGD(model.parameters()))
     [text] = said

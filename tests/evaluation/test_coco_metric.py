@@ -304,9 +304,8 @@ def test_writing_detections(tmp_path):
     ]
 
 
-def test_images_that_do_not_fit_the_file(tmp_path, monkeypatch):
-    messages = []
-    monkeypatch.setattr(coco_metric, "print_log", lambda message, **_: messages.append(message))
+def test_images_that_do_not_fit_the_file(tmp_path, logged):
+    messages = logged(coco_metric)
     ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 9, 9], 0), (1, 0, [0, 0, 9, 9], 0)], num_images=3)
     metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 9, 9], 0.9)]})
     assert metrics["coco/bbox_mAP"] == 1.0  # of the one image that was evaluated

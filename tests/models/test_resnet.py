@@ -192,11 +192,10 @@ def test_weights_under_a_prefix(tmp_path):
     assert torch.equal(loaded.conv1.weight, source["backbone.conv1.weight"])
 
 
-def test_missing_file_is_an_error_unless_random_weights_are_allowed(tmp_path, monkeypatch):
+def test_missing_file_is_an_error_unless_random_weights_are_allowed(tmp_path, logged):
     with pytest.raises(RuntimeError, match=r"nowhere.pth.*if_unavailable='random'"):
         from_checkpoint(tmp_path / "nowhere.pth")
-    said = []
-    monkeypatch.setattr(pretrained_page, "print_log", lambda text, **_: said.append(text))
+    said = logged(pretrained_page)
     from_checkpoint(tmp_path / "nowhere.pth", if_unavailable="random")
     assert "STARTS FROM RANDOM WEIGHTS" in said[0]
     assert "nowhere.pth" in said[0]

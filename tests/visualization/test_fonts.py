@@ -48,11 +48,10 @@ def test_different_names_look_different(draw, one, other):
     assert not np.array_equal(draw(one), draw(other))
 
 
-def test_what_is_drawn_and_the_warning_that_names_fonts(monkeypatch, capfd):
+def test_what_is_drawn_and_the_warning_that_names_fonts(monkeypatch, logged, capfd):
     monkeypatch.setattr(fonts, "_system_fonts", list)
     monkeypatch.setattr(fonts, "_warned", [])
-    warnings = []
-    monkeypatch.setattr(fonts, "print_log", lambda text, **options: warnings.append(text))
+    warnings = logged(fonts)
     texts = [legible(text)[0][0] for text in ("bolt 0.9", "螺栓 0.9", "a\nb", "垫")]
     assert texts == ["bolt 0.9", "U+87BA U+6813 0.9", "a U+000A b", "U+57AB"]
     assert len(warnings) == 1 and "'螺栓 0.9'" in warnings[0] and "fonts-noto-cjk" in warnings[0]
