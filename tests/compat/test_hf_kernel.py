@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from disk import names_in
 from json_files import read_json
 from make_hf_kernel import make
 from programs import ROOT
@@ -87,13 +88,13 @@ def run(code, **places):
 
 
 def test_layout_and_metadata(repository):
-    names = sorted(path.name for path in (repository / "build").iterdir())
+    names = names_in(repository / "build")
     info = build_info()
     backends = ["cpu", *([f"cu{info['cuda']['toolkit'].replace('.', '')}"] if info["cuda"]["loaded"] else [])]
     assert names == [f"torch-stable-abi210-{backend}-{platform.machine()}-linux" for backend in backends]
     for name, backend in zip(names, ("cpu", "cuda"), strict=False):
         variant = repository / "build" / name
-        libraries = sorted(path.name for path in variant.rglob("*.so"))
+        libraries = names_in(variant, "**/*.so")
         assert libraries == [f"libvisdet_{kind}.so" for kind in ("cpu", "cuda")[: 1 + (backend == "cuda")]]
         metadata = read_json(variant / "metadata.json")
         assert metadata["id"].startswith(f"visdet_ops_{backend}") and metadata["backend"]["type"] == backend

@@ -2,6 +2,7 @@
 
 import pytest
 from coco_files import turned
+from disk import names_in
 from json_files import read_json, write_json
 from PIL import Image
 
@@ -290,5 +291,5 @@ def test_the_commands_report_and_draw(tmp_path, program):
         )
         found, printed, _ = program("check-data", "config.py", "--out-dir", "out")
         assert found == status and line in printed and "4 images, 4 boxes" in printed
-        drawn = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+        drawn = names_in(tmp_path / "out", "*.png")
         assert drawn == [*(f"{k:05d}_{'ab'[k % 2]}.png" for k in range(4)), "sheet.png"] * (status == 0)

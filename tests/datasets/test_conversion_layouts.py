@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from coco_files import turned
+from disk import names_in
 from json_files import read_json, write_json
 from PIL import Image
 
@@ -284,7 +285,7 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train\.json .*No space left"):
         convert(tmp_path, tmp_path)
     assert contents_of(files) == before
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["train.json", "val.json"]
+    assert names_in(tmp_path, "*.json") == ["train.json", "val.json"]
 
 
 def test_what_may_be_a_mistake_is_one_line_a_kind(tmp_path):

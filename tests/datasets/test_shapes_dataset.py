@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk import names_in
 from json_files import read_json
 from PIL import Image
 
@@ -86,8 +87,8 @@ def test_a_whole_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path):
     own = folder / "anchors.npy"
     own.touch()
     make_shapes(folder, num_workers=1, **(SMALL | dict(num_train=4)))
-    assert len(list((folder / "train").iterdir())) == 4 and own.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".shapes.lock", "shapes"]
+    assert len(names_in(folder / "train")) == 4 and own.exists()
+    assert names_in(tmp_path) == [".shapes.lock", "shapes"]
 
 
 def test_a_folder_that_a_data_set_reads_is_not_replaced(tmp_path):
@@ -127,15 +128,15 @@ def test_killed_while_drawing(tmp_path):
     assert not folder.exists()
     assert is_held.poll(60)  # The other end is closed when the last orphaned worker has ended.
     make_shapes(folder, num_workers=1, **SMALL)  # waits for no lock of the dead
-    assert len(list((folder / "train").iterdir())) == 12
-    assert len(list((folder / "val").iterdir())) == 5
+    assert len(names_in(folder / "train")) == 12
+    assert len(names_in(folder / "val")) == 5
 
 
 def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_shapes(tmp_path / "shapes", num_workers=2, **SMALL)
-    assert [path.name for path in tmp_path.iterdir()] == [".shapes.lock"]
+    assert names_in(tmp_path) == [".shapes.lock"]
 
 
 def test_a_killed_worker_is_an_error():

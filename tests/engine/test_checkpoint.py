@@ -10,11 +10,11 @@ import pickle
 import shutil
 import zipfile
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from disk import names_in
 from mmengine.logging import HistoryBuffer
 from safetensors.torch import save_file
 from torch.testing import assert_close
@@ -242,7 +242,7 @@ def files_before_each(runner, pattern):
     seen, save = {}, runner.save_checkpoint
 
     def save_and_look(out_dir, filename, *args, **kwargs):
-        seen[filename] = sorted(path.name for path in Path(out_dir).glob(pattern))
+        seen[filename] = names_in(out_dir, pattern)
         save(out_dir, filename, *args, **kwargs)
 
     runner.save_checkpoint = save_and_look
@@ -255,7 +255,7 @@ def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
     seen = files_before_each(runner, "iter_*.pth")
     runner.train()
     assert seen["iter_15.pth"] == ["iter_10.pth", "iter_5.pth"], "both were there until the third was written"
-    assert sorted(path.name for path in tmp_path.glob("iter_*.pth")) == ["iter_15.pth", "iter_20.pth"]
+    assert names_in(tmp_path, "iter_*.pth") == ["iter_15.pth", "iter_20.pth"]
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "iter_20.pth")
 
 
@@ -282,7 +282,7 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
     runner.train()
     five, ten, twenty = (f"best_toy_accuracy_iter_{i}.pth" for i in (5, 10, 20))
     assert (seen[five], seen[ten], seen[twenty]) == ([], [five], [ten])
-    assert [path.name for path in tmp_path.glob("best_*")] == [twenty]
+    assert names_in(tmp_path, "best_*") == [twenty]
 
 
 def test_a_metric_without_ground_truth_chooses_no_best_checkpoint(tmp_path, stdout):
@@ -312,8 +312,8 @@ def test_the_best_checkpoint_of_another_folder_stays(tmp_path, where):
     resume = str(first) if where == "another" else "auto"
     train_with_accuracy(0.2, second, resume=resume, train_cfg__max_iters=20)
     if where != "moved":
-        assert [path.name for path in first.glob("best_*")] == ["best_toy_accuracy_iter_10.pth"]
-    assert [path.name for path in second.glob("best_*")] == ["best_toy_accuracy_iter_20.pth"]
+        assert names_in(first, "best_*") == ["best_toy_accuracy_iter_10.pth"]
+    assert names_in(second, "best_*") == ["best_toy_accuracy_iter_20.pth"]
 
 
 def test_a_run_whose_folder_was_moved_publishes_what_is_there(tmp_path):

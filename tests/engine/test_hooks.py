@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from disk import names_in
 from PIL import Image
 from programs import ROOT
 from rich.console import Console
@@ -274,9 +275,9 @@ def test_pictures_of_a_test_go_where_they_are_asked_to(tmp_path):
         "test_dataloader__dataset__count": 2,
     }
     toy_runner(tmp_path / "run", **options).test()
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["000.png", "001.png"]
+    assert names_in(tmp_path / "pictures") == ["000.png", "001.png"]
     toy_runner(tmp_path / "again", **options).test()
-    assert len(list((tmp_path / "pictures").iterdir())) == 2, "another test of the same images replaces them"
+    assert len(names_in(tmp_path / "pictures")) == 2, "another test of the same images replaces them"
 
 
 def test_a_default_hook_can_be_removed_and_changed(tmp_path, stdout):

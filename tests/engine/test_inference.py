@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from disk import names_in
 from json_files import read_json
 from mmengine.hooks import Hook
 from PIL import Image
@@ -213,8 +214,8 @@ def test_batches_and_predictions_without_pictures(tmp_path, trained, image):
     detect_files(detector, files, str(tmp_path / "out"), 0.0)
     found, (failure,) = detect_files(detector, files, str(tmp_path / "json"), 0.0, batch_size=2, draws=False)
     assert [record["file"] for record in found] == files[:3] and "d.png" in failure
-    assert len(list((tmp_path / "out" / "pictures").iterdir())) == 3
-    assert [path.name for path in (tmp_path / "json").iterdir()] == ["predictions.json"]
+    assert len(names_in(tmp_path / "out" / "pictures")) == 3
+    assert names_in(tmp_path / "json") == ["predictions.json"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("cannot write b.png: the disk is full")])

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from disk import names_in
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.structures import InstanceData
@@ -67,7 +68,7 @@ def test_epochs_validate_and_save_when_due(tmp_path):
         param_scheduler=[],
     )
     assert (runner.epoch, runner.iter) == (3, 18)
-    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == [
+    assert names_in(tmp_path, "epoch_*") == [
         "epoch_1.pth",
         "epoch_2.pth",
         "epoch_3.pth",

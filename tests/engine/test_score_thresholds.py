@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from disk import names_in
 from json_files import read_json
 from mmengine.structures import InstanceData
 from toy_run import detector_of, toy_config, train
@@ -115,7 +116,7 @@ def test_a_test_draws_the_curves_and_uses_the_thresholds_of_the_checkpoint(folde
     )
     monkeypatch.setattr("visdet.engine.hooks.visualization_hook.image_of", lambda *a: None)
     runner.test()
-    names = sorted(path.name for path in (tmp_path / "test").iterdir() if path.is_file())
+    names = names_in(tmp_path / "test")
     assert {"coco_confusion_matrix.png", "coco_precision_recall.png", "precision_recall.json"} <= set(names)
     kept = read_checkpoint(folder / "iter_150.pth")["meta"]["score_thresholds"]
     assert used and all(given == kept for given in used)

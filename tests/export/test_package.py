@@ -1,11 +1,10 @@
 """A folder of an exported model: what its loaders compare, and what an export leaves behind if it does not end well."""
 
-import contextlib
 import importlib
-import resource
 
 import pytest
 import torch
+from disk import full_disk, names_in
 from gaussian_field import LearnableGaussianField
 from json_files import read_json, write_json
 
@@ -117,7 +116,7 @@ def test_an_export_that_does_not_end_leaves_no_evidence(tmp_path, monkeypatch):
     monkeypatch.setattr(pt2, "write", lambda program, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.py"}
+    assert names_in(tmp_path) == ["model.json", "model.py"]
     assert not is_checked("model.json")
 
 
@@ -132,22 +131,11 @@ def test_other_results_are_not_called_checked(tmp_path, monkeypatch):
         assert not read_json(tmp_path / name)["checked"]
 
 
-@contextlib.contextmanager
-def full_disk():
-    """Files may have 4000 bytes in the block, as if the disk were full then."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("format", FORMATS[:2])
 def test_a_full_disk_is_a_message(tmp_path, format):
     with pytest.raises(UserError, match=rf"model\.{format} .*cannot be written"), full_disk():
         visdet.export(LearnableGaussianField(5), tmp_path, format)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.json"]
+    assert names_in(tmp_path) == ["model.json"]
 
 
 @needs("openvino")
@@ -158,7 +146,7 @@ def test_a_disk_that_is_full_after_the_graph_is_a_message(tmp_path, monkeypatch)
     monkeypatch.setattr(openvino, "save_model", full_disk()(save))
     with pytest.raises(UserError, match=r"model\.xml cannot be written: OpenVINO .*is the disk full"):
         visdet.export(LearnableGaussianField(5), tmp_path, "openvino")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.onnx"}
+    assert names_in(tmp_path) == ["model.json", "model.onnx"]
 
 
 def test_a_disk_that_is_full_after_the_compilation_is_a_message(tmp_path, monkeypatch):
@@ -170,4 +158,4 @@ def test_a_disk_that_is_full_after_the_compilation_is_a_message(tmp_path, monkey
     monkeypatch.setattr(aoti, "write_atomically", full_disk()(aoti.write_atomically))
     with pytest.raises(UserError, match=r"model\.pt2 \(4001 bytes\) cannot be written"):
         visdet.export(LearnableGaussianField(5), tmp_path, "aoti")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.json"]
+    assert names_in(tmp_path) == ["model.json"]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from disk import names_in
 from mmengine.config import Config
 from programs import run_python
 
@@ -48,7 +49,7 @@ def test_a_command_that_fails_leaves_no_folder(program, tmp_path, command):
     (tmp_path / "a.jpg").touch()
     status, _, err = program(*command.split())
     assert status == 1 and "error: " in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "a.pth"]
+    assert names_in(tmp_path) == ["a.jpg", "a.pth"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from disk import names_in
 from toolbox import TOY_CONFIG, kill_when, start, succeed_here
 
 from visdet.commands.compare import parting, state_of
@@ -33,7 +34,7 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
 
     def last_iteration() -> int:
         # A run that is killed as it writes the pointer leaves it empty.
-        names = [path.name for path in folder.glob("iter_*.pth")]
+        names = names_in(folder, "iter_*.pth")
         text = pointer.read_text() if pointer.exists() else ""
         return max([0, *map(int, re.findall(r"iter_(\d+)", " ".join([text, *names])))])
 

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from datasets.driving_files import SMALL
+from disk import names_in
 from json_files import read_json
 from small_driving import ITERATIONS, small_config
 from toolbox import succeed_here
@@ -50,7 +51,7 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
     succeed_here(
         monkeypatch, capsys, "visualize-driving", second, trained, "--out-dir", out, "--max-frames", 2
     )
-    assert sorted(path.name for path in out.iterdir()) == [
+    assert names_in(out) == [
         "scene_000.gif",
         "scene_000_000.png",
         "scene_000_001.png",

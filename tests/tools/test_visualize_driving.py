@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 from datasets.driving_files import SMALL, driving_scenes
+from disk import names_in
 from mmengine.config import Config
 from PIL import Image
 from toolbox import ROOT, fail_here, succeed_here
@@ -23,7 +24,7 @@ def test_scenes_are_drawn_without_a_model(tmp_path, monkeypatch, capsys):
     options = ("--out-dir", out, "--scenes", 1, "--max-frames", 2)
     printed = succeed_here(monkeypatch, capsys, "visualize-driving", config, *options)
     assert "wrote 2 pictures" in printed
-    assert sorted(path.name for path in out.iterdir()) == [
+    assert names_in(out) == [
         "scene_001.gif",
         "scene_001_000.png",
         "scene_001_001.png",
@@ -45,7 +46,7 @@ def test_the_frames_of_a_data_set_are_browsed(tmp_path, monkeypatch, capsys):
     options = ("--not-show", "--split", "val", "--number", 3, "--output-dir", out)
     succeed_here(monkeypatch, capsys, "browse", config, *options)
     names = [f"0000{i}_val-0000-0{i}.png" for i in range(3)]
-    assert sorted(path.name for path in out.iterdir()) == [*names, "sheet.png"]
+    assert names_in(out) == [*names, "sheet.png"]
     with Image.open(out / "sheet.png") as sheet, Image.open(out / names[0]) as picture:
         assert sheet.width > 2 * picture.width and picture.width == 3 * 384
 
