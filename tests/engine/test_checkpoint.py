@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from disk import names_in
+from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer
 from safetensors.torch import save_file
 from torch.testing import assert_close
-from toy_run import losses, toy_runner, train
+from toy_run import hooks_of, losses, toy_runner, train
 
 from visdet.engine import (
     CheckpointError,
@@ -391,7 +392,7 @@ def test_an_average_of_weights_begins_with_weights_whose_keys_are_revised(tmp_pa
     tested = toy_runner(tmp_path / "b", custom_hooks=ema, load_from=str(tmp_path / "wrapped.pth"))
     found = tested.test()
     assert found == toy_runner(tmp_path / "c", load_from=str(tmp_path / "wrapped.pth")).test()
-    averaged = next(hook for hook in tested.hooks if type(hook).__name__ == "EMAHook").ema_model.module
+    averaged = hooks_of(tested, EMAHook)[0].ema_model.module
     assert_close(averaged.state_dict(), runner.model.state_dict(), rtol=0, atol=0)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import Stack, ToyDetector
@@ -18,6 +18,7 @@ from toy_run import (
     EPOCHS,
     check_rest,
     check_two_halves,
+    hooks_of,
     interrupted,
     losses,
     toy_config,
@@ -163,7 +164,6 @@ def test_resume_skips_by_index_and_reads_no_image(tmp_path):
     runner = toy_runner(tmp_path, resume="auto", **options)
     dataset = runner.train_loop.dataloader.dataset
     dataset.full_init()
-    dataset = dataset
     read, prepare = [], dataset.prepare_data
     dataset.prepare_data = lambda idx: read.append(idx) or prepare(idx)
     runner.train()
@@ -344,10 +344,7 @@ def test_another_optimizer_cannot_be_resumed(tmp_path):
 
 def test_ema_and_its_counter_are_resumed(tmp_path):
     whole, rest = check_two_halves(tmp_path, 10, custom_hooks=[{"type": "EMAHook", "momentum": 0.05}])
-    averages = [
-        next(hook for hook in runner.hooks if hasattr(hook, "ema_model")).ema_model
-        for runner in (whole, rest)
-    ]
+    averages = [hooks_of(runner, EMAHook)[0].ema_model for runner in (whole, rest)]
     assert averages[0].steps == averages[1].steps == 20
     assert_close(list(averages[0].parameters()), list(averages[1].parameters()), rtol=0, atol=0)
     saved = read_checkpoint(tmp_path / "whole" / "iter_20.pth")["state_dict"]["conv.weight"]

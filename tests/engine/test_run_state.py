@@ -16,6 +16,7 @@ from toy_run import (
     EPOCHS,
     check_equal_weights,
     check_rest,
+    hooks_of,
     in_two_processes,
     interrupted,
     losses,
@@ -61,10 +62,6 @@ class Remembers(Hook):
 
     def load_state_dict(self, state):
         self.count = state["count"]
-
-
-def hooks_of(runner, kind):
-    return [hook for hook in runner.hooks if isinstance(hook, kind)]
 
 
 @pytest.mark.parametrize(

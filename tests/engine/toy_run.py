@@ -75,9 +75,13 @@ def error_of(work_dir: Path, **options) -> Exception:
     return caught.value
 
 
+def hooks_of(runner: DetRunner, kind: type[Hook]) -> list[Hook]:
+    return [hook for hook in runner.hooks if isinstance(hook, kind)]
+
+
 def losses(runner: DetRunner) -> dict[int, float]:
     """Return {iteration: loss} of a run."""
-    return next(hook for hook in runner.hooks if isinstance(hook, RecordLosses)).losses
+    return hooks_of(runner, RecordLosses)[0].losses
 
 
 def detector_of(folder: Path, checkpoint=None, **options) -> Detector:
