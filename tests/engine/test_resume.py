@@ -33,6 +33,8 @@ from visdet.execution.staged_detector import TemporalDetector
 from visdet.models.base_detector import BaseDetector
 from visdet.registry import MODELS
 
+ITERATIONS = {"train_cfg__max_iters": 24}
+SGD = {"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}}
 PLANNED = {"train_dataloader__batch_sampler": {"type": "PlannedBatchSampler"}}
 
 
@@ -62,11 +64,11 @@ class Start(Hook):
 @pytest.mark.parametrize(
     ("loop", "sampler"),
     [
-        pytest.param({"train_cfg__max_iters": 24}, "DefaultSampler", id="iterations-finite"),
-        pytest.param({"train_cfg__max_iters": 24}, "InfiniteSampler", id="iterations-endless"),
+        pytest.param(ITERATIONS, "DefaultSampler", id="iterations-finite"),
+        pytest.param(ITERATIONS, "InfiniteSampler", id="iterations-endless"),
         pytest.param(EPOCHS, "DefaultSampler", id="inside-an-epoch"),
         pytest.param(EPOCHS | PLANNED, "DefaultSampler", id="planned-inside-an-epoch"),
-        pytest.param({"train_cfg__max_iters": 24} | PLANNED, "InfiniteSampler", id="planned-endless"),
+        pytest.param(ITERATIONS | PLANNED, "InfiniteSampler", id="planned-endless"),
     ],
 )
 def test_two_halves_equal_the_whole(tmp_path, loop, sampler):
@@ -320,26 +322,24 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
     ],
 )
 def test_a_part_that_cannot_be_restored_is_named(tmp_path, path, value, part):
-    sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))
-    train(tmp_path, train_cfg__max_iters=5, optim_wrapper=sgd)
+    train(tmp_path, train_cfg__max_iters=5, optim_wrapper=SGD)
     content = node = read_checkpoint(tmp_path / "iter_5.pth")
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
     torch.save(content, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=rf"cannot be resumed: its {part}"):
-        train(tmp_path, resume=str(tmp_path / "other.pth"), optim_wrapper=sgd)
+        train(tmp_path, resume=str(tmp_path / "other.pth"), optim_wrapper=SGD)
 
 
 def test_another_optimizer_cannot_be_resumed(tmp_path):
     train(tmp_path, train_cfg__max_iters=5)
-    sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))
     kind = toy_config(tmp_path).optim_wrapper.optimizer.type
     assert kind != "SGD"
     with pytest.raises(
         CheckpointError, match=rf"cannot be resumed: it has the state of {kind}, but the config has SGD"
     ):
-        train(tmp_path, resume="auto", optim_wrapper=sgd)
+        train(tmp_path, resume="auto", optim_wrapper=SGD)
 
 
 def test_ema_and_its_counter_are_resumed(tmp_path):
@@ -378,9 +378,6 @@ def test_what_a_worker_draws_depends_on_the_batch_alone():
     assert noise(workers=1) == whole and noise(workers=2, iteration=7, batches=3) == whole[7:]
     drawn = [number for batch in whole for item in batch for number in item[1:]]
     assert len(set(drawn)) == 40 * 3, "no number is drawn twice"
-
-
-ITERATIONS = {"train_cfg__max_iters": 24}
 
 
 @pytest.mark.parametrize(
