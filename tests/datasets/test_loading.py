@@ -1,5 +1,7 @@
 """Reading image files of every kind, and annotations."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -130,10 +132,6 @@ def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_pat
         assert extra_frames(image) == 0
 
 
-def _raise(error):
-    raise error
-
-
 def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
     text = tmp_path / "text.jpg"
     text.write_text("not an image")
@@ -143,7 +141,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
     damaged = tmp_path / "damaged.png"
     Image.fromarray(RGB).save(damaged)
     error = RuntimeError("Failed to decode frame 0")  # as Pillow answers to damaged AVIF
-    monkeypatch.setattr(PngImageFile, "load", lambda self: _raise(error))
+    monkeypatch.setattr(PngImageFile, "load", Mock(side_effect=error))
     with pytest.raises(ValueError, match=r"cannot read image .*damaged\.png .*Failed to decode frame 0"):
         load(damaged)
     with pytest.raises(FileNotFoundError, match=r"image .*gone\.jpg does not exist"):

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import zipfile
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,19 +145,12 @@ def test_a_type_that_does_not_exist_is_no_matter_of_trust(tmp_path, zipped, trus
 )
 def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, error):
     write_checkpoint({"w": torch.ones(2)}, tmp_path / "a.pth")
-    monkeypatch.setattr(torch, "load", raising(error))
+    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
     with pytest.raises(
         CheckpointError, match="cannot be read now: the memory does not suffice for its"
     ) as caught:
         read_checkpoint(tmp_path / "a.pth")
     assert not isinstance(caught.value, DamagedCheckpointError)
-
-
-def raising(error):
-    def fail(*_arguments, **_options):
-        raise error
-
-    return fail
 
 
 def layers():

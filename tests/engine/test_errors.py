@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from http.client import HTTPException
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,9 +166,7 @@ def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):
 @pytest.mark.parametrize("checkpoint", ["torchvision://resnet18", "https://nowhere.invalid/resnet18.pth"])
 @pytest.mark.parametrize("error", [OSError("no network"), HTTPException("no network")], ids=["os", "http"])
 def test_pretrained_weights_that_cannot_be_fetched_are_one_message(tmp_path, monkeypatch, checkpoint, error):
-    def refuse(*args, **kwargs):
-        raise error
-
+    refuse = Mock(side_effect=error)
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     monkeypatch.setattr("visdet.engine.checkpoints.checkpoint.urlopen", refuse)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,13 +103,10 @@ def test_a_clock_that_is_set_back_gives_no_negative_times(tmp_path, stdout, monk
 
 
 def test_a_full_disk_names_the_folder_of_the_run(tmp_path, monkeypatch):
-    def fail(*_arguments, **_options):
-        raise OSError(
-            errno.ENOSPC, "No space left on device"
-        )  # as the write to an open file does, which has no name
-
+    # The write to an open file fails in this way, without a name.
+    error = OSError(errno.ENOSPC, "No space left on device")
     runner = toy_runner(tmp_path)
-    monkeypatch.setattr(runner.visualizer, "add_scalars", fail)
+    monkeypatch.setattr(runner.visualizer, "add_scalars", Mock(side_effect=error))
     with pytest.raises(OSError) as caught:
         runner.train()
     assert explain(caught.value) == f"cannot use {tmp_path}: No space left on device"

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,11 +239,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
 
 def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, monkeypatch):
     detector = detector_of(tmp_path, trained)
-
-    def broken(data):
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(detector.model, "test_step", broken)
+    monkeypatch.setattr(detector.model, "test_step", Mock(side_effect=ValueError("a bug")))
     with pytest.raises(ValueError, match="a bug"):
         detect_files(detector, [image], str(tmp_path / "out"), 0.0)
 

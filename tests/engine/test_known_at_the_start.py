@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,10 +31,7 @@ PARAMWISE = "optim_wrapper__paramwise_cfg"
 
 @pytest.fixture
 def no_data(monkeypatch):
-    def fail(self):
-        raise AssertionError("data were read")
-
-    monkeypatch.setattr(ToyBoxes, "full_init", fail)
+    monkeypatch.setattr(ToyBoxes, "full_init", Mock(side_effect=AssertionError("data were read")))
 
 
 def message_of(tmp_path, **options) -> str:

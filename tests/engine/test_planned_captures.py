@@ -4,6 +4,7 @@ import copy
 import logging
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,11 +80,7 @@ def test_an_attempt_changes_neither_weights_nor_gradients():
 
 def test_a_batch_that_does_not_fit_is_said_before_the_first_step(monkeypatch):
     loader, model = loader_of([(64, 90), (90, 90), (20, 20)] * 3), model_of()
-
-    def loss(inputs, data_samples):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model.loss = loss
+    model.loss = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("Device", (), {"total_memory": 2**33})
