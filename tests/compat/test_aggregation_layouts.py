@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet import ops
 from visdet.compat import aggregation_ext
 
@@ -14,7 +15,7 @@ ROWS = 28  # of a camera, of which 26 belong to maps
 
 def arguments(device="cpu", dtype=torch.float32, has_depth=False):
     """Return the arguments of an extension with each camera apart, with tables of int32 on the device."""
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of(0)
     features = torch.randn(B, V, ROWS, C + (D if has_depth else 0), generator=generator).to(dtype)
     locations = torch.rand(B, Q * P, V, 2, generator=generator) * 1.4 - 0.2
     if has_depth:

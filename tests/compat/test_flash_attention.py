@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.compat import extensions
 from visdet.compat import flash_attention as flash
 from visdet.compat.flash_padding import index_first_axis, pad_input, unpad_input
@@ -31,7 +32,7 @@ def written_out(q, k, v, scale, causal, to_end):  # [Sq, H, D], [Sk, Hk, D]
 
 
 def sequences(lengths, heads, device, dtype, seed, D=8):
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     return torch.randn(sum(lengths), heads, D, generator=generator).to(device, dtype).requires_grad_()
 
 

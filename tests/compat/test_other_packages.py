@@ -10,6 +10,7 @@ import torch
 from peers import peer
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet import compat
 from visdet.compat import _bridge
 
@@ -19,7 +20,7 @@ ROWS = sum(height * width for height, width in SHAPES)
 
 
 def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=generator_of(seed))
 
 
 def inputs(coordinates, levels):

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import grid_sample
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.compat import dcnv4_ext, dfa3d_ext, extensions
 from visdet.ops import ms_deform_attn_reference
 
@@ -49,7 +50,7 @@ def dcnv3(input, offset, mask, kernel, stride, pad, dilation, groups, scale, poi
     [((3, 3), (1, 1), (1, 1), (1, 1), 1.0, True), ((3, 5), (2, 1), (0, 2), (2, 1), 0.7, False)],
 )
 def test_dcnv3_equals_grid_sample(kernel, stride, pad, dilation, scale, has_center, provide):
-    ext, generator = provide("DCNv3"), torch.Generator().manual_seed(0)
+    ext, generator = provide("DCNv3"), generator_of(0)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -155,7 +156,7 @@ def test_places_in_groups_count_equal_numbers_before(provide):
 
 def test_attention_with_depth_is_that_to_a_volume():
     """Features times the numbers of their depths are a volume, of which grid_sample takes the samples."""
-    ext, generator = dfa3d_ext, torch.Generator().manual_seed(0)
+    ext, generator = dfa3d_ext, generator_of(0)
     sizes, starts = [(3, 4, 5), (2, 6, 4)], torch.tensor([0, 12])
     shapes, (B, Q, G, P, C) = torch.tensor(sizes), (2, 7, 2, 3, 4)
 

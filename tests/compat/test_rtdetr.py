@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.compat import _bridge, rtdetr
 from visdet.compat._counts import CALLS
 
@@ -52,7 +53,7 @@ def sources(tmp_path, monkeypatch):
 
 def problem(points):
     rows, samples = sum(h * w for h, w in SHAPES), sum(points)
-    draw = torch.Generator().manual_seed(0)
+    draw = generator_of(0)
     value = torch.rand(2, rows, 2, 4, generator=draw)
     levels = [level.permute(0, 2, 3, 1) for level in value.split([12, 10], 1)]
     locations = torch.rand(2, 7, 2, samples, 2, generator=draw) * 1.4 - 0.2

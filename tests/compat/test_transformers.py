@@ -20,6 +20,7 @@ from transformers_checks import (
     cast,
 )
 
+from tests.fuzz.problem import generator_of
 from visdet.compat import transformers as bridge
 
 
@@ -33,7 +34,7 @@ def outputs_and_gradients(name, **options):
     """Return a model's outputs, and its gradients of a random sum of them; before any selection of labels."""
     model, inputs, _ = tiny_transformers.build(name)
     outputs = tensors(model.eval()(**inputs, **options))
-    generator = torch.Generator().manual_seed(3)
+    generator = generator_of(3)
     loss = sum(
         (out * torch.randn(out.shape, generator=generator)).nan_to_num(0, 0, 0).sum() for out in outputs
     )

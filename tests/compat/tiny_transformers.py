@@ -4,6 +4,8 @@ import importlib
 
 import torch
 
+from tests.fuzz.problem import generator_of
+
 BATCH, CLASSES = 2, 5
 
 
@@ -14,7 +16,7 @@ def build(name):
     prefix, kind, (height, width), config = MODELS[name]
     config = getattr(package, f"{prefix}Config")(**config(package))
     model = getattr(package, f"{prefix}{kind}")(config)
-    generator = torch.Generator().manual_seed(1)
+    generator = generator_of(1)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # of a size that keeps signals alive through all layers
             scale = 1.5 * parameter[0].numel() ** -0.5

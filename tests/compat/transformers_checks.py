@@ -11,6 +11,7 @@ from plain_layers import tensors
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzz.problem import generator_of
 from visdet.compat.__main__ import families
 from visdet.execution.tensor_tree import map_tensors
 
@@ -78,7 +79,7 @@ def attend(layer, arguments, dtype, autocast=False):
     leaves = [leaf.requires_grad_() for leaf in tensors(arguments)]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         output = layer(**arguments)[0]
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))
+    weights = torch.randn(output.shape, generator=generator_of(5))
     grads = torch.autograd.grad(
         (output.double() * weights).sum(), [*leaves, *layer.parameters()], allow_unused=True
     )

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from tests.fuzz.problem import generator_of
 from visdet.datasets.transforms.formatting import split_channels
 
 
 def image(shape, dtype, layout):
     """Return random values [C, H, W] with the strides of a layout."""
     C, H, W = shape
-    values = torch.randint(0, 256, (C, H + 2, W + 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = torch.randint(0, 256, (C, H + 2, W + 3), generator=generator_of(0)).to(dtype)
     if layout != "planar":
         values = values.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     if layout == "every second column":

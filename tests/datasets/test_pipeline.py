@@ -7,6 +7,7 @@ from mmengine.config import Config
 from PIL import Image
 from torchvision import tv_tensors
 
+from tests.fuzz.problem import generator_of
 from visdet.datasets.transforms import PackDetInputs
 from visdet.registry import DATASETS, TRANSFORMS
 
@@ -16,7 +17,7 @@ DETR_PIPELINE = Config.fromfile(
 
 
 def colour_image(seed=0, shape=(3, 11, 13)):
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     return tv_tensors.Image(torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8))
 
 

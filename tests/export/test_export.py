@@ -12,6 +12,7 @@ from programs import run_python
 import visdet
 from tests.export import small_models
 from tests.export.small_models import DEFORMABLE_DETR, FIXED, IN_ONNX, IN_OPENVINO, SMALL, built
+from tests.fuzz.problem import generator_of
 from visdet.errors import MissingPackageError
 from visdet.export import ExportError
 from visdet.export.check import Differences, compare
@@ -64,7 +65,7 @@ def test_images_of_any_number_and_size_as_pt2(exported):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_to_a_fixed_size_changes_no_detection(variant):
     name, changes = VARIANTS[variant]
-    image = torch.randn(1, 3, 96, 120, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, 3, 96, 120, generator=generator_of(0))
     alone, padded = (
         family_of(built(name, **SMALL, **changes), (96 + bottom, 120 + right), 1).run(
             {
@@ -174,7 +175,7 @@ def test_an_openvino_file_says_what_is_in_bfloat16(tmp_path):
 
     from visdet.export.formats.openvino import write
 
-    draw = torch.Generator().manual_seed(0)
+    draw = generator_of(0)
     inputs = {
         "images": torch.randn(1, 3, 9, 12, generator=draw),
         "points": torch.rand(1, 1, 20, 2, generator=draw) * 2 - 1,

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import drive
 from tiny_driving import HEIGHT, WIDTH, motion_frame, tiny_config, tiny_model, tiny_stage2
 
+from tests.fuzz.problem import generator_of
+
 # Seconds since the frame before: 2 Hz and 10 Hz, irregular times, a dropped frame, and pauses of another scene.
 STEPS = [0.0, 0.5, 0.5, 0.1, 0.1, 0.1, 0.43, 0.61, 0.5, 1.0, 0.5, 2.6, 0.5, 0.5, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5]
 NEW_SCENE = 15  # the frame with which the second of two drives comes into another scene
@@ -38,7 +40,7 @@ def frames():
 
 def with_random_weights(model):
     model = model.eval()
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of(0)
     for name, parameter in model.named_parameters():
         if not name.endswith("ego_anchor"):  # It stands still in every checkpoint.
             parameter.data.add_(0.01 * torch.randn(parameter.shape, generator=generator))

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import visdet.ops as ops
+from tests.fuzz.problem import generator_of
 
 ov = pytest.importorskip("openvino", reason="the package openvino is not installed")
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed")
@@ -14,7 +15,7 @@ LEVELS = [[7, 5], [4, 3]]
 
 def attention(batch, queries):
     S = sum(h * w for h, w in LEVELS)
-    draw = torch.Generator().manual_seed(queries)
+    draw = generator_of(queries)
     return {
         "value": torch.randn(batch, S, 2, 20, generator=draw),
         "level_shapes": torch.tensor(LEVELS),
@@ -25,7 +26,7 @@ def attention(batch, queries):
 
 
 def aggregation(batch, queries):
-    S, draw = 2 * sum(h * w for h, w in LEVELS), torch.Generator().manual_seed(queries)
+    S, draw = 2 * sum(h * w for h, w in LEVELS), generator_of(queries)
     return {
         "features": torch.randn(batch, S, 24, generator=draw),
         "level_shapes": torch.tensor([LEVELS, LEVELS]),

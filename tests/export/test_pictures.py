@@ -16,6 +16,7 @@ from torchvision.transforms.v2 import functional as F
 
 import visdet
 from tests.export.small_models import FORMATS
+from tests.fuzz.problem import generator_of
 from visdet import init_detector
 from visdet.export import ExportError, from_config, run
 from visdet.export.families.pictures import Steps, resampled
@@ -33,9 +34,7 @@ PICTURES = [((80, 64), 1), ((33, 170), 6), ((300, 200), 3), ((96, 40), 8), ((61,
 )
 def test_pixels_are_those_of_the_pipeline(sides):
     side, size = sides
-    picture = torch.randint(
-        0, 256, (1, 3, side, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
-    )
+    picture = torch.randint(0, 256, (1, 3, side, 9), generator=generator_of(0), dtype=torch.uint8)
     expected = F.resize(picture, [size, 9], antialias=False)
     found = resampled(picture.float(), 2, torch.arange(size + 7), torch.tensor(side), torch.tensor(size))
     assert torch.equal(found[:, :, :size].byte(), expected)

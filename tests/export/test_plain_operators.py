@@ -7,6 +7,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.export.folding import with_folded_norms
 from visdet.export.package import write_description
 from visdet.export.program import Program
@@ -169,7 +170,7 @@ class Attention(nn.Module):
 
 def test_no_pixel_beyond_a_map_is_read(tmp_path):
     """Far, infinite and NaN coordinates read zeros, whatever a runtime does beyond a map."""
-    draw = torch.Generator().manual_seed(0)
+    draw = generator_of(0)
     first, second = torch.randn(1, 4, 5, 7, generator=draw), torch.randn(1, 4, 3, 4, generator=draw)
     offsets = torch.randn(1, 60, 1, 4, 2, generator=draw) * 4
     far = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e7, -1e30, 3.5, -4.5])

@@ -16,6 +16,7 @@ __all__ = [
     "Result",
     "Seeded",
     "draw_cloud",
+    "generator_of",
     "gradient_sum",
     "largest",
     "linear_problem",

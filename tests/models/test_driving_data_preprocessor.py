@@ -6,6 +6,7 @@ import torch
 from mmengine.dataset import pseudo_collate
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
@@ -14,7 +15,7 @@ MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
 
 
 def item(seed, num_boxes, size=(4, 6)):
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     sample = DrivingDataSample(
         metainfo={
             "T_global": np.eye(4) * seed,

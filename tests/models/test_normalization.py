@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.models.layers.normalization import BatchNorm2d
 
 
@@ -17,7 +18,7 @@ def test_the_layer_is_that_of_torch(device, training, options):
     ours, stock = BatchNorm2d(16, **options).to(device), nn.BatchNorm2d(16, **options).to(device)
     ours.train(training), stock.train(training)
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+        generator = generator_of(seed)
         x, residual = (
             torch.randn(2, 16, 6, 5 + seed, generator=generator).to(device, memory_format=torch.channels_last)
             for _ in range(2)

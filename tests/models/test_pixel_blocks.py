@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.models.layers.pixel_blocks import in_blocks, suits_blocks
 
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 6), (1, 11), (7, 13)])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_the_convolution_of_blocks_is_that_of_pixels(size, channels, device):
-    generator = torch.Generator().manual_seed(sum(size))
+    generator = generator_of(sum(size))
     images = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(device)
     weight = torch.randn(6, channels, 7, 7, generator=generator, dtype=torch.float64).to(device)
     weights = weight.requires_grad_(), weight.detach().clone().requires_grad_()

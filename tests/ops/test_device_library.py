@@ -6,6 +6,8 @@ import pytest
 import torch
 from emulation import called
 
+from tests.fuzz.problem import generator_of
+
 PROGRAM = """
 #include "common/cells.cuh"
 #include "common/compact.cuh"
@@ -147,7 +149,7 @@ def test_transposed_sums_leave_each_lane_one_of_the_sums(library, N, end):
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("share", [0, 1, 30, 100])
 def test_compaction_lists_what_is_kept_in_order(library, rounds, share):
-    generator = torch.Generator().manual_seed(share)
+    generator = generator_of(share)
     keeps = (torch.rand(96 * rounds, generator=generator) * 100 < share).int()
     kept = torch.zeros_like(keeps)
     count = called(library.compacted, keeps, rounds, kept)

@@ -5,6 +5,7 @@ import torch
 from sparsedrive_golden import built, close
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.ops import feature_maps_format
 from visdet.ops.deformable_aggregation_fused import locations_and_weights
 from visdet.registry import MODELS
@@ -41,7 +42,7 @@ def make_module(**changes):
 
 def make_inputs(B=2, N=5, anchor_dims=11, C=16):
     """Return instance features, anchors in front of both cameras, embeddings, maps, metas."""
-    generator = torch.Generator().manual_seed(1)
+    generator = generator_of(1)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sparsedrive_golden import close, module_case
 
+from tests.fuzz.problem import generator_of
 from visdet.models.sparsedrive import InstanceBank, InstanceBankState
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
 from visdet.registry import MODELS
@@ -20,7 +21,7 @@ def metas_of(timestamps, poses=None, scenes=None):
 
 def make_bank(num_anchor=6, num_temp=3, dims=11, **options):
     handler = {"type": "SparseBox3DKeyPointsGenerator"}
-    anchors = torch.randn(num_anchor, dims, generator=torch.Generator().manual_seed(0))
+    anchors = torch.randn(num_anchor, dims, generator=generator_of(0))
     return InstanceBank(
         num_anchor, 4, anchors, anchor_handler=handler, num_temp_instances=num_temp, **options
     ).eval()
@@ -44,7 +45,7 @@ class Memory:
 def frame(bank, memory, metas, seed, threshold=None):
     """Run one frame on random numbers; each sample draws its own, whatever the batch. Returns what came out."""
     B, N = len(metas["img_metas"]), bank.num_anchor
-    draw = [torch.Generator().manual_seed(s) for s in seed]
+    draw = [generator_of(s) for s in seed]
 
     def random(*shape):
         return torch.stack([torch.randn(*shape, generator=g) for g in draw])

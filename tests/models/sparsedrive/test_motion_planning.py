@@ -8,6 +8,7 @@ import torch
 from sparsedrive_golden import close, decoded, module_case
 from torch.testing import assert_close
 
+from tests.fuzz.problem import generator_of
 from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
     InstanceQueue,
@@ -58,7 +59,7 @@ def make_queue(**changes):
 
 def queue_frame(ids, time, seed, scene="a"):
     """Return (det_output, maps, metas) of one sample."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     count = len(ids)
     det = {
         "instance_feature": torch.randn(1, count, 8, generator=generator),
