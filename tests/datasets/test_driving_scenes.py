@@ -5,7 +5,7 @@ from itertools import pairwise
 import cv2
 import numpy as np
 import pytest
-from datasets.driving_files import SMALL, driving_infos
+from datasets.driving_files import SMALL, driving_infos, lidar_pose
 from numpy.testing import assert_allclose, assert_array_equal, assert_equal
 
 from visdet.datasets import DrivingScenesDataset, make_driving_scenes
@@ -17,7 +17,7 @@ from visdet.datasets.synthetic.driving_world import (
     make_world,
 )
 from visdet.registry import DATASETS
-from visdet.structures.poses import box_corners, inverse_pose, pose_matrix
+from visdet.structures.poses import box_corners, inverse_pose
 
 TINY = dict(num_train=2, num_val=1, num_test=1, num_frames=2, image_size=(32, 96))
 
@@ -25,12 +25,6 @@ TINY = dict(num_train=2, num_val=1, num_test=1, num_frames=2, image_size=(32, 96
 @pytest.fixture(scope="module")
 def infos():
     return driving_infos()
-
-
-def lidar_pose(info):
-    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ pose_matrix(
-        info["lidar2ego_translation"], info["lidar2ego_rotation"]
-    )
 
 
 def test_files_depend_on_the_seed_alone(tmp_path):

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from datasets.driving_files import SMALL, driving_infos, driving_scenes
+from datasets.driving_files import SMALL, driving_infos, driving_scenes, lidar_pose
 from json_files import read_json, write_json
 from PIL import Image
 from scipy.spatial.transform import Rotation
@@ -130,12 +130,6 @@ def _add_annotations(tables, frames):
                 record["prev"], before["next"] = before["token"], record["token"]
             last[agent] = record
             tables["sample_annotation"].append(record)
-
-
-def lidar_pose(info):
-    return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ pose_matrix(
-        info["lidar2ego_translation"], info["lidar2ego_rotation"]
-    )
 
 
 def _write_can_bus(folder, scenes):
