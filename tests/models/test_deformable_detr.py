@@ -179,10 +179,6 @@ def test_init_weights():
     assert not two_stage.bbox_head.reg_branches[0][-1].bias.any()
 
 
-def _without(part):
-    return config(**{part: None})
-
-
 def _changed(part, **options):
     given = config()
     given[part] = {**given[part], **options}
@@ -192,8 +188,8 @@ def _changed(part, **options):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (_without("encoder"), ValueError, "encoder"),
-        (_without("bbox_head"), ValueError, "bbox_head"),
+        (config(encoder=None), ValueError, "encoder"),
+        (config(bbox_head=None), ValueError, "bbox_head"),
         (
             config(num_feature_levels=4),
             ValueError,
