@@ -394,7 +394,6 @@ def test_other_defaults_of_torch_change_nothing(tmp_path, detector):
 
 
 def test_thresholds_of_another_number_of_classes(detector, monkeypatch):
-    monkeypatch.setattr(detector, "score_thresholds", [0.5])
     for wrong, message in (
         ([0.5], "score_thresholds must have a number for each of the 2 classes"),
         (0.5, "score_thresholds must be"),
