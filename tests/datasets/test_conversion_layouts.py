@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -277,11 +278,7 @@ def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
     files, _ = convert(tmp_path, tmp_path)
     before = contents_of(files)
     (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [bolt, nut]")
-
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writing.os, "replace", fail)
+    monkeypatch.setattr(writing.os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(UserError, match=r"train\.json .*No space left"):
         convert(tmp_path, tmp_path)
     assert contents_of(files) == before
