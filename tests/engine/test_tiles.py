@@ -57,6 +57,13 @@ def scale_of(sample):
     return torch.tensor(sample.get("scale_factor", (1.0, 1.0)))
 
 
+def with_spots(sample, boxes):
+    """Give a sample the boxes as what is found, of one class and score."""
+    scores, labels = torch.full((len(boxes),), 0.9), torch.zeros(len(boxes), dtype=torch.int64)
+    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
+    return sample
+
+
 class BrightSpots(Detector):
     """Finds every bright spot that is large enough in what the model gets."""
 
@@ -67,11 +74,7 @@ class BrightSpots(Detector):
             image = bright_pixels(item)
             _, _, rows, _ = cv2.connectedComponentsWithStats(image)
             boxes = torch.tensor([(x, y, x + w, y + h) for x, y, w, h, _ in rows[1:] if min(w, h) >= SEEN])
-            boxes = boxes.view(-1, 4) / scale_of(sample).repeat(2)
-            scores = torch.full((len(boxes),), 0.9)
-            labels = torch.zeros(len(boxes), dtype=torch.int64)
-            sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
-            found.append(sample)
+            found.append(with_spots(sample, boxes.view(-1, 4) / scale_of(sample).repeat(2)))
         return found
 
 
@@ -85,9 +88,7 @@ class TurnedSpots(BrightSpots):
             outlines = cv2.findContours(image, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)[0]
             corners = [cv2.boxPoints(cv2.minAreaRect(outline)) + 0.5 for outline in outlines]
             polygons = torch.from_numpy(np.reshape(corners, (-1, 4, 2)).astype(np.float32))
-            boxes = polygons_to_boxes(polygons / scale_of(sample))
-            scores, labels = torch.full((len(boxes),), 0.9), torch.zeros(len(boxes), dtype=torch.int64)
-            sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
+            with_spots(sample, polygons_to_boxes(polygons / scale_of(sample)))
         return found
 
 
