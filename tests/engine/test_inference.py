@@ -45,6 +45,12 @@ def image(tmp_path) -> str:
     return str(tmp_path / "image.png")
 
 
+@pytest.fixture
+def copies(tmp_path, image) -> list[str]:
+    """Three files of the image."""
+    return [shutil.copy(image, f"{tmp_path}/{name}.png") for name in "abc"]
+
+
 def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
     detector = detector_of(tmp_path, trained)
     sample = detector(image, score_threshold=0).sample
@@ -206,21 +212,20 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
     assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]
 
 
-def test_batches_and_predictions_without_pictures(tmp_path, trained, image):
+def test_batches_and_predictions_without_pictures(tmp_path, trained, copies):
     detector = detector_of(tmp_path, trained)
-    for name in ("a.png", "b.png", "c.png"):
-        shutil.copy(image, tmp_path / name)
-    (tmp_path / "d.png").write_bytes(b"none")
-    files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png", "d.png")]
+    damaged = tmp_path / "d.png"
+    damaged.write_bytes(b"none")
+    files = [*copies, str(damaged)]
     detect_files(detector, files, str(tmp_path / "out"), 0.0)
     found, (failure,) = detect_files(detector, files, str(tmp_path / "json"), 0.0, batch_size=2, draws=False)
-    assert [record["file"] for record in found] == files[:3] and "d.png" in failure
+    assert [record["file"] for record in found] == copies and "d.png" in failure
     assert len(names_in(tmp_path / "out" / "pictures")) == 3
     assert names_in(tmp_path / "json") == ["predictions.json"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("cannot write b.png: the disk is full")])
-def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, error, monkeypatch):
+def test_what_was_found_before_an_error_is_written(tmp_path, trained, copies, error, monkeypatch):
     detector = detector_of(tmp_path, trained)
 
     def fail_at_the_second(result, out_file):
@@ -228,11 +233,8 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
             raise error
 
     monkeypatch.setattr(Detections, "draw", fail_at_the_second)
-    for name in ("a.png", "b.png", "c.png"):
-        shutil.copy(image, tmp_path / name)
-    files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
     with pytest.raises(type(error)):
-        detect_files(detector, files, str(tmp_path / "out"), 0.0)
+        detect_files(detector, copies, str(tmp_path / "out"), 0.0)
     found = read_json(tmp_path / "out" / "predictions.json")
     assert [Path(entry["file"]).name for entry in found][:2] == ["a.png", "b.png"]
 
