@@ -1,7 +1,6 @@
 """Sparse convolution, against the dense one."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -293,24 +292,18 @@ def test_grids_of_more_than_2_to_the_31_places(device):
     assert found.sum() == 2
 
 
+FEATURES, INDEX_PAIRS = torch.ones(3, 2), torch.zeros(9, 2, 3).int()
 REFUSED = [
-    (partial(call, torch.zeros(3, 3, dtype=torch.int32)), message)
-    for call, message in [
-        (
-            lambda i: get_indice_pairs(i, 1, [4, 4], [4, 4], [3], [1, 1], [1, 1], [1, 1]),
-            r"ksize must be 2 integers, got \[3\]",
-        ),
-        (
-            lambda i: indice_conv(
-                torch.ones(3, 2), torch.ones(3, 3, 4, 5), torch.zeros(9, 2, 3).int(), torch.ones(9).int(), 3
-            ),
-            r"filters must be \[\*ksize, 2, O\] with 9 taps, got \[3, 3, 4, 5\]",
-        ),
-        (
-            lambda i: indice_conv(
-                torch.ones(3, 2), torch.ones(9, 2, 5), torch.zeros(9, 2, 3).int(), torch.ones(8).int(), 3
-            ),
-            r"indice_pair_num must be \[9\], got \[8\]",
-        ),
-    ]
+    (
+        lambda: get_indice_pairs(torch.zeros(3, 3).int(), 1, [4, 4], [4, 4], [3], [1, 1], [1, 1], [1, 1]),
+        r"ksize must be 2 integers, got \[3\]",
+    ),
+    (
+        lambda: indice_conv(FEATURES, torch.ones(3, 3, 4, 5), INDEX_PAIRS, torch.ones(9).int(), 3),
+        r"filters must be \[\*ksize, 2, O\] with 9 taps, got \[3, 3, 4, 5\]",
+    ),
+    (
+        lambda: indice_conv(FEATURES, torch.ones(9, 2, 5), INDEX_PAIRS, torch.ones(8).int(), 3),
+        r"indice_pair_num must be \[9\], got \[8\]",
+    ),
 ]
