@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refused import assert_refused
 from sparsedrive_golden import built, close
 from torch.testing import assert_close
 
@@ -142,13 +143,12 @@ def test_autocast_keeps_coordinates_in_float32():
 
 
 def test_rejections():
-    for call, message in (
+    assert_refused(
+        ValueError,
         (lambda: make_module(residual_mode="sum"), "residual_mode must be 'add' or 'cat', got 'sum'"),
         (lambda: make_module(attn_drop=1.5), r"attn_drop must be float from 0 to 1, got 1.5"),
         (lambda: make_module(kps_generator={**BOX_POINTS, "fix_scale": [[0.0, 1.0]]}), "fix_scale must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    )
     inputs = list(make_inputs())
     for sizes in ({"num_cams": 3}, {"num_levels": 3}):
         with pytest.raises(ValueError, match=r"projection_mat must be of . cameras, .* got \(2, 2, 2\)"):

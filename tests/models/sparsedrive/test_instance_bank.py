@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from refused import assert_refused
 from sparsedrive_golden import close, module_case
 
 from tests.fuzz.problem import generator_of
@@ -156,12 +157,11 @@ def test_missing_anchor_file(tmp_path):
 
 
 def test_rejections_of_the_bank():
-    for call, message in (
+    assert_refused(
+        ValueError,
         (
             lambda: InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3),
             "num_temp_instances must be at most the number of anchors 2, got 3",
         ),
         (lambda: FrameClock.of(metas_of([float("nan")])), "timestamps and T_global must be finite"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    )

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from refused import assert_refused
 from sparsedrive_golden import close, decoded, module_case
 from torch.testing import assert_close
 
@@ -184,7 +185,8 @@ def test_rejections():
     with pytest.raises(ValueError, match="queue_length"):
         InstanceQueue(8, 0)
     parts = head_parts()
-    for call, message in (
+    assert_refused(
+        ValueError,
         (
             lambda: MotionPlanningHead(**{**parts, "operation_order": ["dance"]}),
             "operation_order",
@@ -197,9 +199,7 @@ def test_rejections():
             lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)), num_classes=4),
             r"motion_anchor must be \[4, 6, 12, 2\], got \[5, 6, 12, 2\]",
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    )
 
 
 def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from refused import assert_refused
 from tiny_driving import NUM_DET, frame, tiny_config, tiny_model
 from torch.testing import assert_close
 from training_steps import are_finite, backward, without_gradient
@@ -228,30 +229,27 @@ def test_errors_say_what_is_wrong():
     images, data = frame([0.0])
     fewer = data[0].clone()
     fewer.projection_mat, fewer.image_wh = fewer.projection_mat[:3], fewer.image_wh[:3]
-    for call, error, message in (
+    assert_refused(
+        TypeError,
+        (
+            lambda: model(images[0], data),
+            r"inputs must be a \[B, V, 3, H, W\] tensor, got \(6, 3, 32, 64\)",
+        ),
+        (lambda: model([images], data), r"inputs must be a \[B, V, 3, H, W\] tensor, got list"),
+    )
+    other = data[0].clone()
+    del other.gt_labels_3d
+    assert_refused(
+        ValueError,
         (
             lambda: model(images[:, :3], [fewer], mode="tensor"),
-            ValueError,
             r"projection_mat must be of 6 cameras, .* got \(3, 3, 3\)",
         ),
         (
-            lambda: model(images[0], data),
-            TypeError,
-            r"inputs must be a \[B, V, 3, H, W\] tensor, got \(6, 3, 32, 64\)",
-        ),
-        (lambda: model([images], data), TypeError, r"inputs must be a \[B, V, 3, H, W\] tensor, got list"),
-        (
             lambda: model(images, data, mode="test"),
-            ValueError,
             "mode must be 'tensor', 'predict' or 'loss', got 'test'",
         ),
-        (lambda: model(images), ValueError, "data_samples with the cameras and poses are needed"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-    other = data[0].clone()
-    del other.gt_labels_3d
-    for call, message in (
+        (lambda: model(images), "data_samples with the cameras and poses are needed"),
         (
             lambda: model(images.expand(2, -1, -1, -1, -1), [data[0], other]),
             r"must all have gt_labels_3d; frames \[.+\] do not",
@@ -268,9 +266,7 @@ def test_errors_say_what_is_wrong():
             "task_config must have a task",
         ),
         (lambda: tiny_model(head__map_head__task_prefix="det"), "task_prefix of det_head and map_head must"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    )
     config = tiny_config().head.det_head
     config.operation_order = ["gnn", "sum"]
     with pytest.raises(ValueError, match=r"operation_order"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refused import assert_refused
 from sparsedrive_golden import built, close, decoded
 from torch.testing import assert_close
 
@@ -136,10 +137,9 @@ def test_fpn_groups_are_those_of_the_3x3_convolutions():
 
 
 def test_fpn_rejections():
-    for call, message in (
+    assert_refused(
+        ValueError,
         (lambda: FPN([4], 4, 1, add_extra_convs="on_top"), "add_extra_convs"),
         (lambda: FPN([4, 4], 4, 1), "num_outs must be at least the 2 levels used"),
         (lambda: FPN([4], 4, 1, conv_cfg={"type": "DCNv2"}), "conv_cfg must be None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    )
