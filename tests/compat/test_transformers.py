@@ -11,10 +11,10 @@ import tiny_transformers
 import torch
 from plain_layers import tensors
 from torch.testing import assert_close
+from training_steps import assert_gradients_close
 from transformers_checks import (
     FAMILIES,
     Recorder,
-    assert_gradients_close,
     attend,
     attention_calls,
     cast,

@@ -8,7 +8,6 @@ import pytest
 import tiny_transformers
 import torch
 from plain_layers import tensors
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz.problem import generator_of
@@ -35,17 +34,6 @@ class Recorder(TorchDispatchMode):
         if function.namespace in self.namespaces:
             self.calls.append(function._opname)
         return function(*args, **(kwargs or {}))
-
-
-def assert_gradients_close(found, expected):
-    """Compare to 1e-4 of the largest gradient: some, as of biases before a norm, are rounding errors around zero."""
-    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
-    for key, grad in expected.items():
-        assert (grad is None) == (found[key] is None), key
-        if grad is not None:
-            assert_close(
-                found[key], grad, rtol=1e-4, atol=1e-4 * largest, msg=lambda text, key=key: f"{key}: {text}"
-            )
 
 
 def attention_calls(name):
