@@ -5,6 +5,7 @@ import torch
 from mmengine.structures import InstanceData
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from training_steps import backward
 from two_processes import assert_same_gradients, in_two_processes, values
 
 from visdet.models import DeformableDETRHead
@@ -48,7 +49,7 @@ def train(num_objects):
     alone = losses(Head(), num_objects)  # collective too: both processes come by
     model = DistributedDataParallel(Head())
     together = losses(model, num_objects)
-    sum(together.values()).backward()
+    backward(together)
     assert_same_gradients(parameter.grad for parameter in model.parameters())
     assert_close(together, alone)
     return values(together)

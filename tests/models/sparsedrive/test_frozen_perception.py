@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_driving import motion_frame, tiny_config, tiny_stage2
 from torch.testing import assert_close
-from training_steps import without_gradient
+from training_steps import backward, without_gradient
 
 from visdet.engine.stages import StagedModel
 from visdet.registry import MODELS
@@ -23,7 +23,7 @@ def test_only_motion_and_planning_learn():
         losses = staged.losses(*motion_frame([time, time]))
         assert all(name.startswith(("motion_loss", "planning_loss")) for name in losses)
         optimizer.zero_grad()
-        sum(losses.values()).backward()
+        backward(losses)
         assert not learning & without_gradient(model)
         optimizer.step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_driving import frame, tiny_model
 from torch.nn.parallel import DistributedDataParallel
+from training_steps import backward
 from two_processes import assert_same_gradients, in_two_processes, values
 
 from visdet.engine.stages import StagedModel
@@ -22,7 +23,7 @@ def train(count):
     for _ in range(2):  # the second frame fails if a gradient of the first was missing
         losses = losses_of(model, count, staged.losses)
         model.zero_grad()
-        sum(losses.values()).backward()
+        backward(losses)
     assert_same_gradients(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
     return values(losses_of(model, count))
 
