@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from instances import predictions_of
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.structures import InstanceData
 from torch.testing import assert_close
 
 from visdet.engine import Detections, Detector, DetRunner, build_runner, load_config, set_resume
@@ -93,11 +93,7 @@ def detector_of(folder: Path, checkpoint=None, **options) -> Detector:
 def detections(*rows, draw=None, image=None, **metainfo) -> Detections:
     """Return detections of (class, score, box) in an image of 40 x 50 pixels."""
     sample = DetDataSample(metainfo={"ori_shape": (40, 50), **metainfo})
-    sample.pred_instances = InstanceData(
-        bboxes=torch.tensor([row[2] for row in rows], dtype=torch.float32).view(-1, 4),
-        scores=torch.tensor([row[1] for row in rows]),
-        labels=torch.tensor([row[0] for row in rows], dtype=torch.int64),
-    )
+    sample.pred_instances = predictions_of([(label, box, score) for label, score, box in rows])
     return Detections(sample, ("a", "b"), image=image, draw=draw)
 
 

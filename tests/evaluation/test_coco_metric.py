@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from instances import predictions_of
 from json_files import read_json, write_json
 from mmengine.structures import InstanceData
 from PIL import Image
@@ -39,13 +40,8 @@ def truth(path, boxes, num_images=1):
 
 def sample(image_id, detections):
     """Return what the evaluator hands over for detections of (label, xyxy, score)."""
-    prediction = InstanceData(
-        bboxes=torch.tensor([xyxy for _, xyxy, _ in detections], dtype=torch.float32).reshape(-1, 4),
-        scores=torch.tensor([score for _, _, score in detections], dtype=torch.float32),
-        labels=torch.tensor([label for label, _, _ in detections], dtype=torch.int64),
-    )
     data_sample = DetDataSample(metainfo=dict(img_id=image_id))
-    data_sample.pred_instances = prediction
+    data_sample.pred_instances = predictions_of(detections)
     return data_sample.to_dict()
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from instances import predictions_of, truth_of
 from mmengine.structures import InstanceData
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,15 +26,7 @@ def visualizer(**arguments):
 def sample(truth=(), predictions=(), **metainfo):
     """Return a sample with boxes (label, xyxy) and predictions (label, xyxy, score)."""
     data_sample = DetDataSample(metainfo=dict(img_shape=(60, 80), ori_shape=(60, 80)) | metainfo)
-    data_sample.gt_instances = InstanceData(
-        bboxes=torch.tensor([xyxy for _, xyxy in truth], dtype=torch.float32).reshape(-1, 4),
-        labels=torch.tensor([label for label, _ in truth], dtype=torch.int64),
-    )
-    data_sample.pred_instances = InstanceData(
-        bboxes=torch.tensor([xyxy for _, xyxy, _ in predictions], dtype=torch.float32).reshape(-1, 4),
-        labels=torch.tensor([label for label, _, _ in predictions], dtype=torch.int64),
-        scores=torch.tensor([score for _, _, score in predictions]),
-    )
+    data_sample.gt_instances, data_sample.pred_instances = truth_of(truth), predictions_of(predictions)
     return data_sample
 
 
