@@ -12,10 +12,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# Neither the benchmarks nor the examples nor the tools are a part of the installed package.
+# Neither the benchmarks nor the examples nor the tools are a part of the installed package, and tests take helpers that
+# are beside other tests.
 sys.path += [
     str(Path(__file__).resolve().parents[1] / folder)
-    for folder in ("", "examples", "examples/gaussian_field", "examples/two_view_depth", "tools")
+    for folder in (
+        "",
+        "examples",
+        "examples/gaussian_field",
+        "examples/two_view_depth",
+        "tools",
+        "tests/datasets",
+        "tests/models",
+        "tests/models/sparsedrive",
+    )
 ]
 
 import pytest

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-import sys
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import Evaluator
 from programs import ROOT
+from tiny_driving import tiny_config
 from training_steps import are_finite
 
 from visdet.execution.staged_detector import StagedDetector
@@ -18,10 +18,6 @@ from visdet.models import DeformableDETR
 from visdet.models.layers import MultiScaleDeformableAttention
 from visdet.models.sparsedrive import DeformableFeatureAggregation, SparseDrive
 from visdet.registry import DATASETS, METRICS, MODELS
-
-sys.path[:0] = [str(ROOT / "tests" / "models" / "sparsedrive")]
-
-from tiny_driving import tiny_config  # noqa: E402
 
 
 @functools.cache

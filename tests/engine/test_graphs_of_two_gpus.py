@@ -1,19 +1,11 @@
 """CUDA graphs in two processes, each with a GPU of its own: losses and gradients are those of eager steps."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.testing import assert_close
 
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.engine.stages import StagedModel
-
-sys.path[:0] = [
-    str(Path(__file__).parents[1] / "models"),
-    str(Path(__file__).parents[1] / "models" / "sparsedrive"),
-]
 
 STEPS = 8
 

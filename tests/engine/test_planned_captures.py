@@ -2,14 +2,14 @@
 
 import copy
 import logging
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler, pseudo_collate
 from mmengine.optim import OptimWrapper
+from painted_images import data
+from tiny_detr import build
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -22,10 +22,6 @@ from visdet.engine.graphs.planned import ImaginedBatches, MemoryNotEnoughError, 
 from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import layout_of
 from visdet.models import DetDataPreprocessor
-
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "datasets")]
-from painted_images import data
-from tiny_detr import build
 
 MULTI_SCALE = dict(type="RandomChoiceResize", scales=[(60, 90), (70, 90), (80, 100)], keep_ratio=True)
 

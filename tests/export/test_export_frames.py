@@ -2,26 +2,21 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
+import drive
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from tiny_driving import HEIGHT, WIDTH, motion_frame, tiny_config, tiny_model, tiny_stage2
 from torch.testing import assert_close
 
 import visdet
+from tests.fuzz.problem import generator_of
 from visdet.engine.stages import StagedModel
 from visdet.export.families import family_of
 from visdet.registry import MODELS
 from visdet.structures.poses import turn_about_z
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "sparsedrive"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import drive
-from tiny_driving import HEIGHT, WIDTH, motion_frame, tiny_config, tiny_model, tiny_stage2
-
-from tests.fuzz.problem import generator_of
 
 # Seconds since the frame before: 2 Hz and 10 Hz, irregular times, a dropped frame, and pauses of another scene.
 STEPS = [0.0, 0.5, 0.5, 0.1, 0.1, 0.1, 0.43, 0.61, 0.5, 1.0, 0.5, 2.6, 0.5, 0.5, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5]

@@ -1,19 +1,14 @@
 """What was exported, beside the model on data."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from coco_files import annotation, write_coco
 
 from visdet import init_detector
 from visdet.engine import CheckpointError
 from visdet.export import ExportError
 from visdet.export.formats import pt2
 from visdet.export.from_config import export_config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "datasets"))
-from coco_files import annotation, write_coco
 
 SIZES = ((320, 240), (200, 320), (320, 160))  # (width, height)
 # Neither the sizes of the images nor their number fill batches of these.
