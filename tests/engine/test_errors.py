@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from http.client import HTTPException
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ from toy_run import error_of, toy_config
 from visdet.engine import ConfigError, UserError, build_runner, tool_session
 from visdet.engine.checkpoints.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import explain
+from visdet.engine.hooks import NumClassCheckHook, num_class_check_hook
 from visdet.engine.hooks.num_class_check_hook import _compare_lists
 from visdet.errors import hints_of
 from visdet.registry import MODELS, TRANSFORMS
@@ -80,13 +82,49 @@ def test_data_sets_of_a_run_name_the_same_classes(tmp_path):
         assert part in message
 
 
+READ = {"type": "LoadImageFromFile"}
+
+
 def test_data_sets_of_a_run_have_one_order_of_channels(tmp_path):
     train, val = (
-        coco_dataset(tmp_path, [{"type": "LoadImageFromFile", "channel_order": order}])
+        coco_dataset(tmp_path, [{"type": "RandomChoice", "transforms": [[READ | {"channel_order": order}]]}])
         for order in ("bgr", "rgb")
     )
     message = explained(tmp_path, train_dataloader__dataset=train, val_dataloader__dataset=val)
     assert "'bgr': 'train_dataloader.dataset', 'rgb': 'val_dataloader.dataset'" in message
+    later = {"type": "PipelineSwitchHook", "switch_iter": 3, "switch_pipeline": [READ]}
+    message = explained(tmp_path, train_dataloader__dataset=val, custom_hooks=[later])
+    assert "'bgr': 'custom_hooks', 'rgb': 'train_dataloader.dataset'" in message
+    del train["_delete_"], val["_delete_"]
+    both = {"_delete_": True, "type": "ConcatDataset", "datasets": [train, val]}
+    assert "the channels of the images differ" in explained(tmp_path, train_dataloader__dataset=both)
+
+
+def test_validation_leaves_pixels_where_the_boxes_are(tmp_path):
+    flipped = coco_dataset(tmp_path, [READ, {"type": "RandomFlip", "prob": 0.5}])
+    message = explained(tmp_path, val_dataloader__dataset=flipped)
+    assert message.startswith("val_dataloader.dataset.pipeline has RandomFlip, which moves pixels")
+
+
+def test_what_may_be_a_mistake_is_told_before_a_run(logged):
+    boxes, metric = SimpleNamespace(most_boxes=9), SimpleNamespace(ann_file="val.json")
+    repeated = SimpleNamespace(dataset=boxes)
+    tested = SimpleNamespace(ann_file="relabelled.json")
+    loops = {
+        "_train_loop": SimpleNamespace(dataloader=SimpleNamespace(dataset=repeated)),
+        "_val_loop": None,
+        "_test_loop": SimpleNamespace(
+            dataloader=SimpleNamespace(dataset=tested), evaluator=SimpleNamespace(metrics=[metric])
+        ),
+    }
+    model = torch.nn.Module()
+    model.num_queries = 8
+    said = logged(num_class_check_hook)
+    NumClassCheckHook().before_run(SimpleNamespace(hooks=[], model=model, **loops))
+    assert said == [
+        "an image of train_dataloader.dataset has 9 boxes, but model.num_queries is 8",
+        "test_dataloader.dataset reads relabelled.json, but SimpleNamespace compares with val.json",
+    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,5 +1,7 @@
 """The training data's pipeline is replaced from an epoch or an iteration on, in a resumed run, too."""
 
+from types import SimpleNamespace
+
 import pytest
 from toy_detection import ToyBoxes
 from toy_run import toy_runner, train
@@ -53,6 +55,20 @@ def test_from_an_epoch_on(tmp_path):
     epochs = {"train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": 2, "_delete_": True}}
     train(tmp_path, **options(switch_epoch=1), **epochs, param_scheduler=None)
     assert read == ["old"] * 24 + ["new"] * 24
+
+
+def test_data_sets_inside_of_another_get_the_pipeline(tmp_path):
+    settings = options(switch_iter=1)
+    inner = {
+        "type": settings.pop("train_dataloader__dataset__type"),
+        "pipeline": settings.pop("train_dataloader__dataset__pipeline"),
+    }
+    repeated = {"_delete_": True, "type": "RepeatDataset", "times": 2, "dataset": inner}
+    train(tmp_path, **settings, train_dataloader__dataset=repeated, train_cfg__max_iters=2)
+    assert read == ["old"] * 4 + ["new"] * 4
+    plain = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=range(4)))
+    with pytest.raises(ConfigError, match="PipelineSwitchHook: range has no pipeline to replace"):
+        PipelineSwitchHook(switch_iter=1).before_train(plain)
 
 
 def test_what_workers_would_not_see_is_refused(tmp_path):

@@ -213,6 +213,7 @@ class CocoDataset(BaseDataset):
         num_orphans = sum(map(len, annotations_of_image.values()))
         tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
         self._report_boxes(tally)
+        self.most_boxes = max((len(record["instances"]) for record in records), default=0)
         if not (self.test_mode or self._allow_no_boxes or any(map(_has_box, records))):
             raise InvalidInputError(
                 f"annotation file {self.ann_file}: none of its {len(records)} images has a box of "

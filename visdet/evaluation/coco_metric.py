@@ -129,7 +129,7 @@ class CocoMetric(BaseMetric):
         self.classwise_results: list[dict] = []
         self.curve_report: CurveReport | None = None
         self._backend = import_backend(backend)
-        self._ann_file: Any = ann_file
+        self.ann_file: Any = ann_file
         # Only the main process evaluates. It reads the file now, so that mistakes are found before training.
         self._content: Any = None
         if ann_file is not None and is_main_process():
@@ -153,7 +153,7 @@ class CocoMetric(BaseMetric):
         self._dataset_meta = dataset_meta
         if self._content is not None:
             categories = self._content["categories"]
-            self._label_of_category = match_categories(categories, dataset_meta["classes"], self._ann_file)
+            self._label_of_category = match_categories(categories, dataset_meta["classes"], self.ann_file)
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep the detections of a batch.
@@ -188,7 +188,7 @@ class CocoMetric(BaseMetric):
                 "scores": _numpy(given["scores"]),
                 "labels": _numpy(given["labels"]).astype(int),
             }
-            if self._ann_file is None:
+            if self.ann_file is None:
                 truth = self._truth_of_sample(sample)
                 result["truth"] = truth
                 check_finite(name, **{"true bboxes": np.array([row["bbox"] for row in truth])})
@@ -290,7 +290,7 @@ class CocoMetric(BaseMetric):
         Raises:
             InvalidInputError: several images have the same id, and their paths need not or do not tell them apart.
         """
-        needs_ids = self._ann_file is not None or self.outfile_prefix is not None
+        needs_ids = self.ann_file is not None or self.outfile_prefix is not None
         found: dict[Any, dict] = {}
         for result in results:
             number = result["img_id"]
@@ -308,7 +308,7 @@ class CocoMetric(BaseMetric):
 
     def _truth_of(self, results: list[dict]) -> list[list[dict]]:
         """Return the true boxes of each image, from the samples or from ``ann_file``."""
-        if self._ann_file is None:
+        if self.ann_file is None:
             return [result["truth"] for result in results]
         truth: list[list[dict]] = [[] for _ in results]
         number_of = {result["img_id"]: number for number, result in enumerate(results)}
@@ -319,7 +319,7 @@ class CocoMetric(BaseMetric):
             path, name = result["img_path"], name_of[number]
             if path and name and PurePath(path).stem != PurePath(name).stem:
                 self._warn(
-                    f"image {number!r} of {self._ann_file} is {name}, but that of the data set {path}. "
+                    f"image {number!r} of {self.ann_file} is {name}, but that of the data set {path}. "
                     "Evaluator and data set must name the same file, or the values mean nothing"
                 )
                 break
@@ -332,7 +332,7 @@ class CocoMetric(BaseMetric):
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         owner = type(self).__name__
-        path = self._ann_file
+        path = self.ann_file
         unknown = sorted(evaluated - in_file, key=id_order)
         if unknown:
             hint = written_otherwise(unknown[0], in_file)
@@ -353,7 +353,7 @@ class CocoMetric(BaseMetric):
         """Write the detections of classes that ``ann_file``, or else the data set, has, with their category ids."""
         meta: Any = self._dataset_meta
         number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
-        if self._ann_file is not None:
+        if self.ann_file is not None:
             number_of = {label: number for number, label in self._label_of_category.items()}
         rows = []
         for row in detections:

@@ -97,7 +97,7 @@ class DOTAMetric(CocoMetric):
         return (boxes_to_polygons(instances["bboxes"].double().cpu()).numpy() / scale).reshape(-1, 8)
 
     def _box_of(self, annotation: dict) -> list[float]:
-        return needed_corners(annotation, f"DOTAMetric: an annotation of {self._ann_file}")
+        return needed_corners(annotation, f"DOTAMetric: an annotation of {self.ann_file}")
 
     def _evaluated(
         self, truth: list[list[dict]], results: list[dict], classes: Sequence[str]

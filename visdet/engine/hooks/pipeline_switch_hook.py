@@ -7,6 +7,7 @@ from mmengine.hooks import Hook
 
 from visdet.registry import HOOKS
 
+from ..data.inner_parts import parts_of
 from ..errors import ConfigError
 
 
@@ -40,8 +41,13 @@ class PipelineSwitchHook(Hook):
         self.pipeline = Compose(switch_pipeline)
 
     def before_train(self, runner: Any) -> None:
-        """Check the data workers."""
+        """Find the data sets with a pipeline, and check the data workers."""
         loader = runner.train_dataloader
+        self._datasets = [part for part in parts_of(loader.dataset) if hasattr(part, "pipeline")]
+        if not self._datasets:
+            raise ConfigError(
+                f"PipelineSwitchHook: {type(loader.dataset).__name__} has no pipeline to replace"
+            )
         switch_epoch = self.switch_epoch
         workers = loader.num_workers
         are_kept = loader.persistent_workers
@@ -63,10 +69,11 @@ class PipelineSwitchHook(Hook):
         self._switch_if_due(runner, runner.iter + 1)
 
     def _switch_if_due(self, runner: Any, next_iter: int) -> None:
-        dataset = runner.train_dataloader.dataset
         pipeline = self.pipeline
         switch_iter = self.switch_iter
         is_due = runner.epoch >= (self.switch_epoch or 0) if switch_iter is None else next_iter >= switch_iter
-        if is_due and dataset.pipeline is not pipeline:
-            dataset.pipeline = pipeline
+        old = [dataset for dataset in self._datasets if dataset.pipeline is not pipeline]
+        if is_due and old:
+            for dataset in old:
+                dataset.pipeline = pipeline
             runner.logger.info(f"training data: new pipeline from iteration {next_iter} on")
