@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from visdet import ops
+from visdet.errors import check_choice
 
 __all__ = ["init", "render", "render_forward"]
 
@@ -30,8 +31,7 @@ def render_forward(
     sigma: Tensor, origin: Tensor, points: Tensor, tindex: Tensor, grid: object, phase_name: str
 ) -> list[Tensor]:
     """Return the distances [B, N] of the first occupied voxels and of the points, and those voxels [B, N, 3]."""
-    if phase_name not in ("test", "train"):
-        raise ValueError(f"dvr.render_forward: phase_name must be 'test' or 'train', got {phase_name!r}")
+    check_choice("dvr.render_forward: phase_name", phase_name, ("test", "train"))
     given = sigma, origin, points[..., :3], tindex.long()
     distances, exits, voxels = ops.cast_rays(*given)
     lengths = _lengths(*given[1:])
@@ -43,8 +43,7 @@ def render_forward(
 
 def render(sigma: Tensor, origin: Tensor, points: Tensor, tindex: Tensor, loss_name: str) -> list[Tensor]:
     """Return the expected distances [B, N], those of the points within the grid, and the loss's gradient of sigma."""
-    if loss_name not in ("l1", "l2", "absrel", "bce"):
-        raise ValueError(f"dvr.render: loss_name must be 'l1', 'l2', 'absrel' or 'bce', got {loss_name!r}")
+    check_choice("dvr.render: loss_name", loss_name, ("l1", "l2", "absrel", "bce"))
     rays = origin, points[..., :3], tindex.long()
     with torch.enable_grad():
         density = sigma.detach().double().requires_grad_()
