@@ -9,7 +9,7 @@ from scipy.cluster.vq import kmeans2
 
 from visdet.errors import InvalidInputError
 from visdet.structures.polylines import cut_to_region
-from visdet.structures.poses import turn_about_z
+from visdet.structures.poses import distance_in_plane, turn_about_z
 
 from .frame_records import value_of
 
@@ -80,7 +80,7 @@ def detection_anchors(
         ValueError: a frame has no ``gt_boxes``, or no frame has a box within ``max_distance``.
     """
     points = np.concatenate([np.zeros((0, 7)), *_values(infos, "gt_boxes")])[:, :3]
-    points = points[_are_within(points, max_distance)]
+    points = points[distance_in_plane(points) < max_distance]
     if not len(points):
         raise InvalidInputError(
             f"none of {len(infos)} frames has a box within {max_distance} m (max_distance)"
@@ -132,7 +132,7 @@ def motion_anchors(
             for key in ("gt_agent_fut_trajs", "gt_agent_fut_masks", "gt_names")
         )
         num_steps = futures.shape[1]
-        usable = (masks.sum(axis=1) == num_steps) & _are_within(boxes, max_distance)
+        usable = (masks.sum(axis=1) == num_steps) & (distance_in_plane(boxes) < max_distance)
         local = np.einsum("ijn,ntj->nti", turn_about_z(-boxes[:, 6]), futures.cumsum(axis=1))
         for name, found in paths.items():
             found.extend(local[usable & (names == name)])
@@ -161,11 +161,6 @@ def _clustered(paths: Iterable[list[np.ndarray]], num_modes: int, num_steps: int
     """Return the clustered paths [groups, num_modes, T, 2] of groups of paths [T, 2]."""
     flat = (np.array(found).reshape(-1, 2 * num_steps) for found in paths)
     return np.stack([cluster(found, num_modes, seed).reshape(-1, num_steps, 2) for found in flat])
-
-
-def _are_within(places: np.ndarray, max_distance: float) -> np.ndarray:
-    """Return whether places [n, >= 2] are within a distance in x and y."""
-    return np.hypot(places[:, 0], places[:, 1]) < max_distance
 
 
 def _values(infos: Sequence[dict], key: str) -> list:

@@ -62,6 +62,11 @@ def turn_about_z(angle: float | np.ndarray) -> np.ndarray:
     return np.array([[cos, -sin], [sin, cos]])
 
 
+def distance_in_plane(places: np.ndarray) -> np.ndarray:
+    """Return the distances [n] of places [n, >= 2] from the origin in x and y."""
+    return np.hypot(places[:, 0], places[:, 1])
+
+
 def yaw_of(pose: np.ndarray) -> float:
     """Return the angle about the z axis of a pose [4, 4]."""
     return np.arctan2(pose[1, 0], pose[0, 0])

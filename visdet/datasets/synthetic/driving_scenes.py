@@ -11,6 +11,7 @@ from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import (
+    distance_in_plane,
     pose_matrix,
     quaternion_from_matrix,
     seen_from,
@@ -195,7 +196,7 @@ def _agent_annotations(
     As in nuScenes, futures end with the scene, and later steps are masked.
     """
     boxes = boxes_in_lidar(world, frame, lidar)
-    near = np.flatnonzero(np.hypot(boxes[:, 0], boxes[:, 1]) < 70)
+    near = np.flatnonzero(distance_in_plane(boxes) < 70)
     agents = world.agents
     known = min(AGENT_STEPS, num_frames - 1 - frame)
     turn = lidar[:2, :2]

@@ -18,7 +18,7 @@ from visdet.structures.polylines import (
     resample,
     simplify_line,
 )
-from visdet.structures.poses import inverse_pose, moved_boxes, turn_about_z, wrap_angle
+from visdet.structures.poses import distance_in_plane, inverse_pose, moved_boxes, turn_about_z, wrap_angle
 
 from .base import BaseTransform
 
@@ -96,7 +96,7 @@ class CircleObjectRangeFilter(BaseTransform):
         if "gt_labels_3d" not in results:
             return results
         labels, boxes = results["gt_labels_3d"], results["gt_bboxes_3d"]
-        distance = np.hypot(boxes[:, 0], boxes[:, 1])
+        distance = distance_in_plane(boxes)
         reach: Any = self.class_dist_thred
         if np.ndim(reach):  # The last number, which nothing is within, is that of classes without one.
             reach = np.array([*reach, -1.0])[np.minimum(labels, len(reach))]
