@@ -15,6 +15,7 @@ kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [clas
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +172,8 @@ def makers(
     from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
 
     return {
-        "det": lambda number: detection_anchors(infos, number, max_distance, seed),
-        "map": lambda number: map_anchors(infos, number, num_points, seed),
-        "motion": lambda number: motion_anchors(infos, classes, number, max_distance, seed),
-        "plan": lambda number: planning_anchors(infos, number, seed),
+        "det": partial(detection_anchors, infos, max_distance=max_distance, seed=seed),
+        "map": partial(map_anchors, infos, num_points=num_points, seed=seed),
+        "motion": partial(motion_anchors, infos, classes, max_distance=max_distance, seed=seed),
+        "plan": partial(planning_anchors, infos, seed=seed),
     }
