@@ -106,6 +106,13 @@ def planned_size(step: Any, size: tuple[int, int], rng: Random) -> tuple[int, in
     return None if plan is None else plan(size, rng)
 
 
+def keep_rows(results: dict, keys: Sequence[str], mask: Any) -> None:
+    """Replace those of the results with these keys that are there by their rows where ``mask`` is True."""
+    for key in keys:
+        if key in results:
+            results[key] = results[key][mask]
+
+
 def pair(value: Any) -> Any:
     """Return a pair, for both numbers of which a single one may stand, or None for None."""
     if isinstance(value, (list, tuple)):

@@ -20,7 +20,7 @@ from visdet.structures.polylines import (
 )
 from visdet.structures.poses import distance_in_plane, inverse_pose, moved_boxes, turn_about_z, wrap_angle
 
-from .base import BaseTransform
+from .base import BaseTransform, keep_rows
 
 _PER_BOX_KEYS = (
     "gt_bboxes_3d",
@@ -100,7 +100,8 @@ class CircleObjectRangeFilter(BaseTransform):
         reach: Any = self.class_dist_thred
         if np.ndim(reach):  # The last number, which nothing is within, is that of classes without one.
             reach = np.array([*reach, -1.0])[np.minimum(labels, len(reach))]
-        return _keep_boxes(results, (labels >= 0) & (distance <= reach))
+        keep_rows(results, _PER_BOX_KEYS, (labels >= 0) & (distance <= reach))
+        return results
 
 
 @TRANSFORMS.register_module()
@@ -120,16 +121,10 @@ class InstanceNameFilter(BaseTransform):
             return results
         labels = results["gt_labels_3d"]
         is_used = labels >= 0
-        return _keep_boxes(
-            results, is_used if self.classes is None else is_used & (labels < len(self.classes))
-        )
-
-
-def _keep_boxes(results: dict, mask: np.ndarray) -> dict:
-    for key in _PER_BOX_KEYS:
-        if key in results:
-            results[key] = results[key][mask]
-    return results
+        if self.classes is not None:
+            is_used = is_used & (labels < len(self.classes))
+        keep_rows(results, _PER_BOX_KEYS, is_used)
+        return results
 
 
 @TRANSFORMS.register_module()

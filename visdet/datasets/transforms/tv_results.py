@@ -6,6 +6,8 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
+from .base import keep_rows
+
 
 class Corners(tv_tensors.KeyPoints):
     """The corners [N, 4, 2] (x, y) of turned boxes, which move as the pixels do under every transform of torchvision.
@@ -73,9 +75,7 @@ def set_boxes(results: dict, boxes: torch.Tensor, keep: torch.Tensor | None = No
     """Store ``boxes`` in the results, or only those where ``keep`` [N] is True."""
     if keep is not None:
         boxes = boxes[keep]
-        for key in PER_BOX:
-            if key in results:
-                results[key] = results[key][keep]
+        keep_rows(results, PER_BOX, keep)
     plain, shape = boxes.as_subclass(torch.Tensor), results["img_shape"]
     if plain.dim() == 3:
         results["gt_bboxes"] = Corners(plain, canvas_size=shape)
