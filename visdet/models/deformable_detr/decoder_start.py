@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.positional_encoding import sine_embedding
+from ..layers.positional_encoding import box_embedding  # noqa: F401  (a name of this module, too)
 from .flat_pyramid import FlatPyramid
 
 
@@ -74,8 +74,3 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
     if pyramid.padding_mask is not None:
         usable = usable & ~pyramid.padding_mask.unsqueeze(-1)
     return torch.logit(boxes).masked_fill(~usable, math.inf), usable
-
-
-def box_embedding(positions: Tensor, num_feats: int) -> Tensor:
-    """Return the sine embedding [..., P·num_feats] of the P numbers in 0..1 that stand for each box."""
-    return sine_embedding(positions * (2 * math.pi), num_feats).flatten(-2)

@@ -22,6 +22,11 @@ def sine_embedding(positions: Tensor, num_feats: int, temperature: float = 10000
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
+def box_embedding(positions: Tensor, num_feats: int) -> Tensor:
+    """Return the sine embedding [..., P·num_feats] of the P numbers in 0..1 that stand for each box."""
+    return sine_embedding(positions * (2 * math.pi), num_feats).flatten(-2)
+
+
 @MODELS.register_module()
 class SinePositionalEncoding(BaseModule):
     """Sine and cosine embedding of the row and the column of each pixel.

@@ -1,6 +1,5 @@
 """The head that predicts the motion of agents and plans the motion of the ego vehicle."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 from visdet.structures.rotated_boxes import turned
 
-from ...layers.positional_encoding import sine_embedding
+from ...layers.positional_encoding import box_embedding
 from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
 from ..boxes.box3d import VX, VY, yaw_of
@@ -29,8 +28,7 @@ def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Ten
 
     Source: the name and the formula are SparseDrive's.
     """
-    y_and_x = pos_tensor.float().flip(-1)
-    return sine_embedding(y_and_x * (2 * math.pi), hidden_dim // 2).flatten(-2)
+    return box_embedding(pos_tensor.float().flip(-1), hidden_dim // 2)
 
 
 def _most_confident(output: dict[str, Any], probability: Tensor, count: int) -> list[Tensor]:
