@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from visdet.errors import InvalidInputError
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
@@ -79,7 +80,7 @@ for _name, _layer in {
 def norm_abbreviation(layer_type: type[nn.Module]) -> str:
     """Return the attribute name of a normalisation layer in a ``ConvModule``: 'bn', 'gn', 'ln', 'in' or 'norm'."""
     for base, abbreviation in (
-        ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "in"),
+        (_InstanceNorm, "in"),
         (_BatchNorm, "bn"),
         (nn.GroupNorm, "gn"),
         (nn.LayerNorm, "ln"),
