@@ -42,10 +42,9 @@ class SparseDriveHead(HeadOfTasks):
     ) -> None:
         super().__init__(init_cfg)
         self.freeze_perception = freeze_perception
-        self.task_config = {
-            name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
-        }
-        with_det, with_map, with_motion_plan = self.task_config.values()
+        with_det, with_map, with_motion_plan = (
+            bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
+        )
         self.with_det = with_det
         self.with_map = with_map
         self.with_motion_plan = with_motion_plan
@@ -97,7 +96,7 @@ class SparseDriveHead(HeadOfTasks):
     def _perception(self) -> dict[str, Any]:
         """Return the heads of detection and map by the names of their tasks."""
         return {
-            name: getattr(self, f"{name}_head") for name in ("det", "map") if self.task_config[f"with_{name}"]
+            name: getattr(self, f"{name}_head") for name in ("det", "map") if getattr(self, f"with_{name}")
         }
 
     def criteria(self) -> dict[str, Sparse4DLoss]:
