@@ -13,6 +13,11 @@ _Angle = Annotated[float, Range(-math.pi, math.pi)]
 NOT_RANDOM = {"resize_lim": (1.0, 1.0), "rot_lim": (0.0, 0.0), "rand_flip": False, "rot3d_range": (0.0, 0.0)}
 
 
+def resized_sides(width: int, height: int, factor: float) -> tuple[int, int]:
+    """Return the (width, height) of an image after it has been resized by a factor."""
+    return int(width * factor), int(height * factor)
+
+
 @checked
 def data_aug_conf(
     H: Positive,
@@ -54,7 +59,7 @@ def drawn_augmentation(
         rotate = rng.uniform(*conf["rot_lim"])
         rotate_3d = rng.uniform(*conf["rot3d_range"])
         share_left = rng.random()
-    new_width, new_height = int(width * resize), int(height * resize)
+    new_width, new_height = resized_sides(width, height, resize)
     top = int((1 - bottom) * new_height) - final_height
     left = int(share_left * max(0, new_width - final_width))
     return {

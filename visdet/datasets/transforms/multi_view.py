@@ -16,6 +16,7 @@ from visdet.errors import InvalidInputError, reading
 from visdet.files.images import opened, orientation_of, sizes_of, to_rgb, turned
 from visdet.registry import TRANSFORMS
 
+from ..augmentation import resized_sides
 from .base import BaseTransform
 
 # What libjpeg can divide the sides of an image by while it decodes, the largest first.
@@ -225,7 +226,7 @@ class ResizeCropFlipImage(BaseTransform):
         factor = config.get("resize", 1)
         expected: Any = config.get("resize_dims")
         height, width = size
-        fits = expected is None or (int(width * factor), int(height * factor)) == tuple(expected)
+        fits = expected is None or resized_sides(width, height, factor) == tuple(expected)
         if fits or self._has_warned:
             return
         self._has_warned = True
@@ -249,8 +250,7 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
     given = config.get
     height, width = size
     resize = given("resize", 1)
-    resized = (int(width * resize), int(height * resize))
-    left, top, right, bottom = given("crop", (0, 0, *resized))
+    left, top, right, bottom = given("crop", (0, 0, *resized_sides(width, height, resize)))
     new_width, new_height = right - left, bottom - top
     matrix = np.diag([resize, resize, 1.0, 1.0])
     matrix[:2, 2] -= (left, top)
