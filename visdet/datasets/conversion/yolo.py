@@ -1,7 +1,7 @@
 """Reading YOLO folders: data.yaml or classes.txt, images, and a text file of boxes for each image."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,17 @@ def _files_of_splits(source: Source, data: dict[str, Any], table: Path) -> Itera
         for entry in map(str, given if isinstance(given, list) else [given]):
             has_splits = True
             place = source.folder(entry, str(data.get("path") or "").replace("\\", "/"))
+            paths: Iterable[Path] = ()
             if place is None:
                 source.left_out.others[f"{split} of {table.name}: there is no {entry}"] += 1
             elif place.is_dir():
-                for path in pictures_below(place):
-                    yield split, path
+                paths = pictures_below(place)
             elif is_picture(place):
-                yield split, place
+                paths = [place]
             else:
-                for path in _listed(place, split, source):
-                    yield split, path
+                paths = _listed(place, split, source)
+            for path in paths:
+                yield split, path
     if not has_splits:
         for path in source.pictures:
             yield source.file_split(path), path
