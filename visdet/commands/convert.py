@@ -36,7 +36,7 @@ def run(
 
     from visdet.datasets.coco_report import coco_report
     from visdet.datasets.conversion import convert
-    from visdet.structures.coco_json import load_coco_json
+    from visdet.structures.coco_json import class_of_id, load_coco_json
 
     root = Path(folder)
     out = Path(out_dir or folder)
@@ -44,7 +44,7 @@ def run(
     for file in files:
         content = load_coco_json(file)
         print(f"{file}: " + "\n  ".join(coco_report(content, folder)))
-    classes = tuple(category["name"] for category in content["categories"])
+    classes = tuple(class_of_id(content).values())
     images = "" if out.samefile(root) else f"{root.resolve()}/"
     print(
         f"for the config (docs/own_data.md):\ndata_root = {f'{out.resolve()}/'!r}\nclasses = {classes!r}\n"

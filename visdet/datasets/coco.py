@@ -22,6 +22,7 @@ from visdet.registry import DATASETS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
+    class_of_id,
     enclosing_bbox,
     is_ignored,
     lacks_size,
@@ -231,7 +232,7 @@ class CocoDataset(BaseDataset):
         number_of = {label: number for number, label in matched.items()}
         self.category_ids = [number_of.get(label) for label in range(len(classes))]
         num_boxes = Counter(annotation["category_id"] for annotation in content["annotations"])
-        names = {category["id"]: category["name"] for category in categories}
+        names = class_of_id(content)
         left_out = {
             names.get(key, f"id {key}"): count for key, count in num_boxes.items() if key not in matched
         }

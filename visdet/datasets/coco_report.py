@@ -7,7 +7,7 @@ from itertools import combinations
 
 from visdet.checks.similar_names import look_alike
 from visdet.errors import listed
-from visdet.structures.coco_json import corners_of, uncrossed
+from visdet.structures.coco_json import class_of_id, corners_of, uncrossed
 
 from .coco import clip_box
 
@@ -22,7 +22,7 @@ def coco_report(content: dict, folder: str, classes: Collection[str] | None = No
         folder: the folder that its images are relative to.
         classes: the classes to train on. By default, they are all categories of the file.
     """
-    names = {category["id"]: category["name"] for category in content["categories"]}
+    names = class_of_id(content)
     named = names.values()
     annotations = content["annotations"]
     images = {image["id"]: image for image in content["images"]}

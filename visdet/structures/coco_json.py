@@ -266,6 +266,11 @@ def grouping(content: dict) -> list[dict]:
     ]
 
 
+def class_of_id(content: dict) -> dict[int | str, str]:
+    """Return the name of each category by its id."""
+    return {category["id"]: category["name"] for category in content["categories"]}
+
+
 def _are_numbers(values: object, *counts: int) -> bool:
     """Return whether a value is a list of finite numbers, which has one of the lengths."""
     return isinstance(values, list) and len(values) in counts and all(map(_is_number, values))

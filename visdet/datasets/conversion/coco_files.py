@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from visdet.structures.coco_json import corners_of, grouping, load_coco_json, read_json
+from visdet.structures.coco_json import class_of_id, corners_of, grouping, load_coco_json, read_json
 
 from .source import Picture, Source, files_below
 
@@ -37,7 +37,7 @@ def read_coco(source: Source) -> Iterator[Picture]:
 
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
     content = load_coco_json(file)
-    label_of = {category["id"]: category["name"] for category in content["categories"]}
+    label_of = class_of_id(content)
     groups = [category["id"] for category in grouping(content)]
     for number, name in label_of.items():
         if number in groups:
