@@ -10,14 +10,14 @@ from numpy.testing import assert_allclose, assert_array_equal, assert_equal
 
 from visdet.datasets import DrivingScenesDataset, make_driving_scenes
 from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
-from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
+from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO
 from visdet.datasets.synthetic.driving_world import (
     DRIVING_CLASSES,
     Agents,
     make_world,
 )
 from visdet.registry import DATASETS
-from visdet.structures.poses import box_corners, inverse_pose
+from visdet.structures.poses import box_corners, inverse_pose, pose_in_plane
 
 TINY = dict(num_train=2, num_val=1, num_test=1, num_frames=2, image_size=(32, 96))
 
@@ -43,7 +43,7 @@ def test_files_depend_on_the_seed_alone(tmp_path):
 def one_box_world(box_xy, yaw, color, label=0):
     """A world of one agent of 4 x 2 x 1.5 m, given in the lidar frame of frame 0."""
     world = make_world(np.random.default_rng(0), 2)
-    pose = _ego_pose(world, 0) @ _LIDAR_TO_EGO
+    pose = pose_in_plane(world.ego_yaw[0], world.ego_xy[0]) @ _LIDAR_TO_EGO
     xy = np.array(box_xy) @ pose[:2, :2].T + pose[:2, 3]
     turn = np.arctan2(pose[1, 0], pose[0, 0])
     world.agents = Agents(

@@ -46,11 +46,8 @@ def pose_matrix(
 
 def inverse_pose(pose: np.ndarray) -> np.ndarray:
     """Return the inverse of a rigid transform [4, 4]."""
-    inverse = np.eye(4)
     turn_back = pose[:3, :3].T
-    inverse[:3, :3] = turn_back
-    inverse[:3, 3] = -turn_back @ pose[:3, 3]
-    return inverse
+    return pose_matrix(-turn_back @ pose[:3, 3], turn_back)
 
 
 def turn_about_z(angle: float | np.ndarray) -> np.ndarray:
@@ -65,6 +62,14 @@ def turn_about_z(angle: float | np.ndarray) -> np.ndarray:
 def distance_in_plane(places: np.ndarray) -> np.ndarray:
     """Return the distances [n] of places [n, >= 2] from the origin in x and y."""
     return np.hypot(places[:, 0], places[:, 1])
+
+
+def pose_in_plane(yaw: float, xy: Sequence[float] | np.ndarray = (0.0, 0.0)) -> np.ndarray:
+    """Return the pose [4, 4] of a rotation about the z axis by ``yaw``, followed by a translation in x and y."""
+    pose = np.eye(4)
+    pose[:2, :2] = turn_about_z(yaw)
+    pose[:2, 3] = xy
+    return pose
 
 
 def yaw_of(pose: np.ndarray) -> float:

@@ -182,8 +182,7 @@ def draw_frame(
     ]
     picture = np.vstack([cameras, np.hstack(above)[:, :full_width]])
     _write_legend(picture, classes, colors)
-    if title:
-        write_text(picture, title, (6, len(picture) - 8))
+    write_text(picture, title, (6, len(picture) - 8))
     return picture
 
 

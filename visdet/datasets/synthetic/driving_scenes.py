@@ -12,10 +12,10 @@ from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import (
     distance_in_plane,
+    pose_in_plane,
     pose_matrix,
     quaternion_from_matrix,
     seen_from,
-    turn_about_z,
 )
 
 from ..future_steps import padded_steps
@@ -122,7 +122,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (split_number * 100_000 + index) * 3_600_000_000
     times = [scene_start + round(frame * STEP_S * 1e6) for frame in range(num_frames)]
-    poses = [_ego_pose(world, frame) for frame in range(num_frames)]
+    poses = list(map(pose_in_plane, world.ego_yaw[:num_frames], world.ego_xy))
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
     infos = []
     sweeps: list[dict] = []  # The first frame of a scene has none, as in nuScenes.
@@ -179,13 +179,6 @@ def _pose_entries(name: str, pose: np.ndarray) -> dict[str, list[float]]:
         f"{name}_translation": pose[:3, 3].tolist(),
         f"{name}_rotation": quaternion_from_matrix(pose[:3, :3]),
     }
-
-
-def _ego_pose(world: World, frame: int) -> np.ndarray:
-    pose = np.eye(4)
-    pose[:2, :2] = turn_about_z(world.ego_yaw[frame])
-    pose[:2, 3] = world.ego_xy[frame]
-    return pose
 
 
 def _agent_annotations(

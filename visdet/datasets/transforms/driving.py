@@ -18,7 +18,7 @@ from visdet.structures.polylines import (
     resample,
     simplify_line,
 )
-from visdet.structures.poses import distance_in_plane, inverse_pose, moved_boxes, turn_about_z, wrap_angle
+from visdet.structures.poses import distance_in_plane, inverse_pose, moved_boxes, pose_in_plane, wrap_angle
 
 from .base import BaseTransform, keep_rows
 
@@ -51,8 +51,7 @@ class BBoxRotation(BaseTransform):
             return results
         if "gt_map_pts" in results or "vectors" in results:
             raise InvalidInputError("BBoxRotation must come before VectorizeMap: it turns map_annos")
-        turn = np.eye(4)
-        turn[:2, :2] = turn_about_z(angle)
+        turn = pose_in_plane(angle)
         back = inverse_pose(turn)
         turn_xy = turn[:2, :2].T
         results["lidar2img"] = [matrix @ back for matrix in results["lidar2img"]]
