@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import Any
 
 from mmengine.dataset import InfiniteSampler
@@ -99,7 +100,7 @@ class PlannedBatchSampler(BatchSampler):
         larger = {image.size for image in images if self._group_of(image) is None}
         sizes = sorted({*self._run.groups, *larger}, key=area)
         rng = random.Random((self._seed << 80) + epoch)
-        for size, members in last_batches(images, _size_of, sizes, self._number, rng):
+        for size, members in last_batches(images, attrgetter("size"), sizes, self._number, rng):
             mine = self._batch(size, members)
             if len(mine) == self.batch_size or (len(mine) and not self.drop_last):
                 yield mine
@@ -122,10 +123,6 @@ class PlannedBatchSampler(BatchSampler):
         shares = [_of_rank(self.sampler, rank) for rank in range(self._world_size)]
         for indices in zip_longest(*shares):
             yield from (index for index in indices if index is not None)
-
-
-def _size_of(image: PlannedImage) -> Size:
-    return image.size
 
 
 def _of_rank(sampler: Any, rank: int) -> Any:
