@@ -28,10 +28,7 @@ nms3d_normal = partial(_kept, ops.nms3d_normal)
 
 
 # Losses
-def sigmoid_focal_loss(
-    input: Tensor, target: Tensor, gamma: float, alpha: float, weight: Tensor | None = None
-) -> Tensor:
-    return ops.sigmoid_focal_loss(input, target, gamma, alpha, weight, "none")
+sigmoid_focal_loss = partial(ops.sigmoid_focal_loss, reduction="none")
 
 
 def softmax_focal_loss(

@@ -245,8 +245,8 @@ def _compiled(name: str) -> ModuleType | None:
     """Return the module that visdet provides for an extension of this name, or None if it provides none."""
     if name in provided():
         return sys.modules[name]
-    spec = bridge.find_spec(name, None)
-    if spec is None or not isinstance(spec.loader, _Loader) or not spec.loader.has_operators:
+    spec: Any = bridge.find_spec(name, None)
+    if spec is None or not spec.loader.has_operators:
         return None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -248,9 +248,8 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
     Repositories on mmcv 1.x were written for shapely 1. Others take the indices that shapely 2 returns.
     """
     shapely = sys.modules.get("shapely.strtree")
-    if not getattr(sys.modules.get("mmcv"), "__version__", "").startswith("1."):
-        return {}
-    if shapely is None or not hasattr(shapely.STRtree, "geometries"):
+    has_mmcv_1 = getattr(sys.modules.get("mmcv"), "__version__", "").startswith("1.")
+    if not has_mmcv_1 or shapely is None or not hasattr(shapely.STRtree, "geometries"):
         return {}
     own = vars(module)
     tree = _returning_geometries(shapely.STRtree)
