@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -71,6 +71,18 @@ class Bridge(Installable):
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
         self._undo: list[Callable[[], Any]] = []
+
+    @property
+    def functions(
+        self,
+    ) -> tuple[
+        Callable[[], None],
+        Callable[[], None],
+        Callable[[], AbstractContextManager[None]],
+        Callable[[], dict[str, list[str]]],
+    ]:
+        """``install``, ``uninstall``, ``installed`` and ``patched``, which are the functions of the bridge's module."""
+        return self.install, self.uninstall, self.installed, self.patched
 
     @property
     def is_installed(self) -> bool:

@@ -26,7 +26,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("groundingdino", "groundingdino", _MODULE, _patch, distribution="groundingdino-py")
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -44,7 +44,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("libreyolo", "libreyolo", r"libreyolo\.kernels\.attention\.ms_deform_attn", _patch)
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -296,7 +296,4 @@ class _OlderVersions(Bridge):
 
 
 bridge = _OlderVersions("older_versions", "torch", rf"{_MODULES}|(?:.*\.)?{_MAPS}", _patch)
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -19,7 +19,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("rfdetr", "rfdetr", r"rfdetr\.models\.ops\.modules\.ms_deform_attn", _patch)
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -30,7 +30,4 @@ bridge = Bridge(
     _patch,
     distribution="RT-DETR",
 )
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -87,7 +87,4 @@ bridge = Bridge(
     r"transformers\.models\.\w+\.modeling_\w+",
     _patch,
 )
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions

@@ -20,7 +20,4 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 
 
 bridge = Bridge("ultralytics", "ultralytics", r"ultralytics\.nn\.modules\.transformer", _patch)
-install = bridge.install
-uninstall = bridge.uninstall
-installed = bridge.installed
-patched = bridge.patched
+install, uninstall, installed, patched = bridge.functions
