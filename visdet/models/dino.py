@@ -20,7 +20,7 @@ from .deformable_detr.head import DeformableDETRHead
 from .deformable_detr.transformer import DeformableDetrTransformerDecoder
 from .layers.normalization import LayerNorm
 from .layers.plain import all_rows
-from .layers.precision import in_full_precision, without_gradients
+from .layers.precision import in_full_precision, in_type_of, without_gradients
 from .matching.padded_targets import PaddedTargets
 from .rows import rows_at
 
@@ -144,7 +144,7 @@ class BoxPositions(nn.Module):
         cx, cy, *others = positions.unbind(-1)
         embedding = box_embedding(torch.stack((cy, cx, *others), dim=-1), self.num_feats)
         first, second = self.layers
-        return second(first(embedding.to(next(first.parameters()).dtype)).relu())
+        return second(first(in_type_of(first, embedding)).relu())
 
 
 @MODELS.register_module()

@@ -9,7 +9,7 @@ from visdet.registry import MODELS
 
 from ..layers.normalization import LayerNorm
 from ..layers.plain import all_rows
-from ..layers.precision import in_full_precision
+from ..layers.precision import in_full_precision, in_type_of
 from ..rows import rows_at
 from .base import DeformableDetectionTransformer, TrainingBatch
 from .decoder_start import DecoderStart, box_embedding, pixel_proposals
@@ -79,7 +79,7 @@ class DeformableDETR(DeformableDetectionTransformer):
         best = self.best_pixels(logits[..., 0], usable, pyramid)
         best_boxes = box_coder.decoded(rows_at(best, box_logits).detach())
         positions = box_coder.positions(best_boxes)
-        embedding = box_embedding(positions, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
+        embedding = in_type_of(self.pos_trans_fc, box_embedding(positions, self.embed_dims // 2))
         query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)
         if not self.training:
             return DecoderStart(query, query_pos, best_boxes)

@@ -15,7 +15,7 @@ from visdet.registry import MODELS, TASK_UTILS
 from ..box_coders import UprightBoxCoder
 from ..layers.feed_forward import relu_perceptron
 from ..layers.linear import are_alike, each_of_its_own
-from ..layers.precision import at_least_float32, in_full_precision, without_autocast
+from ..layers.precision import at_least_float32, in_full_precision, in_type_of, without_autocast
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
 from ..rows import rows_at
@@ -189,7 +189,7 @@ class DeformableDETRHead(BaseModule):
     ) -> tuple[Tensor, Tensor]:
         """Return what ``forward`` does, the branches of all layers side by side."""
         with without_autocast(hidden_states):
-            rows = hidden_states.flatten(1, 2).to(next(self.parameters()).dtype)
+            rows = in_type_of(self, hidden_states.flatten(1, 2))
             logits, deltas = (
                 each_of_its_own(chains, rows).unflatten(1, hidden_states.shape[1:3])
                 for chains in (classify, regress)

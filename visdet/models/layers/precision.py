@@ -14,10 +14,15 @@ def without_autocast(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+def in_type_of(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of a module's weights."""
+    return x.to(next(module.parameters()).dtype)
+
+
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)`` without autocast, in the dtype of the module's weights."""
     with without_autocast(x):
-        return module(x.to(next(module.parameters()).dtype))
+        return module(in_type_of(module, x))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from ..layers.precision import without_autocast
+from ..layers.precision import in_type_of, without_autocast
 
 _MAX_LOG_DEPTH = 20.0  # keeps a diverging depth and its gradient finite
 
@@ -58,7 +58,7 @@ class DenseDepthNet(BaseModule):
         layer: Any
         with without_autocast(feature_maps[0]):
             for layer, feature in zip(self.depth_layers, feature_maps, strict=False):
-                log_depth = layer(feature.flatten(0, 1).to(layer.weight.dtype))
+                log_depth = layer(in_type_of(layer, feature.flatten(0, 1)))
                 depth = log_depth.clamp(max=_MAX_LOG_DEPTH).exp()
                 if focal is not None:
                     depth = depth * focal.reshape(-1, 1, 1, 1).to(depth.dtype) / self.equal_focal
