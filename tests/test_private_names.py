@@ -37,6 +37,7 @@ REASONS = {
     "_has_any_global_hook": "See _backward_hooks.",
     "_forward_pre_hooks": "See _backward_hooks.",
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
+    "_InstanceNorm": "It is the common base of the instance norms.",
     "_base": "A tensor has no public name for the tensor of which it is a part.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
