@@ -173,14 +173,14 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
     # The file may hold stages that were not built. A surplus block within a stage means another depth.
     stages = {key.split(".")[0] for key in own}
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
-    if missing or reshaped or retyped or surplus:
-        wrong = {
-            "missing": missing,
-            "other shape": reshaped,
-            "other type": retyped,
-            "surplus": surplus,
-        }
-        details = "; ".join(f"{label}: {listed(keys, 3)}" for label, keys in wrong.items() if keys)
+    wrong = {
+        "missing": missing,
+        "other shape": reshaped,
+        "other type": retyped,
+        "surplus": surplus,
+    }
+    details = "; ".join(f"{label}: {listed(keys, 3)}" for label, keys in wrong.items() if keys)
+    if details:
         if prefix := common_prefix(state_dict, own):
             details += f". Its keys begin with {prefix!r}, which prefix={prefix!r} in the init_cfg removes"
         raise PretrainedWeightsError(
