@@ -17,10 +17,20 @@ def resample(line: np.ndarray, num_points: int) -> np.ndarray:
     If the line has no length, the result is its first point ``num_points`` times.
     """
     line = np.asarray(line, dtype=np.float64)
-    steps = np.linalg.norm(np.diff(line, axis=0), axis=1)
+    steps = _step_lengths(line)
     along = np.concatenate([[0.0], np.cumsum(steps)])
     wanted = np.linspace(0, along[-1], num_points)
     return np.stack([np.interp(wanted, along, column) for column in line.T], axis=1)
+
+
+def _step_lengths(line: np.ndarray) -> np.ndarray:
+    """Return the distances [n - 1] between the points of a polyline [n, d] that follow each other."""
+    return np.linalg.norm(np.diff(line, axis=0), axis=1)
+
+
+def _reach(points: np.ndarray, roi_size: Sequence[float] | np.ndarray, axis: int, sign: int) -> np.ndarray:
+    """Return how far points [n, d] are inside of a side of the rectangle, [n]; see :func:`clip_line`."""
+    return roi_size[axis] / 2 - sign * points[:, axis]
 
 
 def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[np.ndarray]:
@@ -32,9 +42,9 @@ def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[
     for axis, sign in _SIDES:
         inside: list[np.ndarray] = []
         for part in parts:
-            inside += parts_inside(part, roi_size[axis] / 2 - sign * part[:, axis])
+            inside += parts_inside(part, _reach(part, roi_size, axis, sign))
         parts = inside
-    return [part for part in parts if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
+    return [part for part in parts if _step_lengths(part).sum() >= _MIN_LENGTH_M]
 
 
 def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> np.ndarray | None:
@@ -44,7 +54,7 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) ->
     """
     outline = np.asarray(polygon, dtype=np.float64)
     for axis, sign in _SIDES:
-        outline = polygon_inside(outline, roi_size[axis] / 2 - sign * outline[:, axis])
+        outline = polygon_inside(outline, _reach(outline, roi_size, axis, sign))
     is_large = polygon_area(outline) >= _MIN_AREA_M2
     return np.concatenate([outline, outline[:1]]) if is_large else None
 
