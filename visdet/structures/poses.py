@@ -59,6 +59,11 @@ def turn_about_z(angle: float | np.ndarray) -> np.ndarray:
     return np.array([[cos, -sin], [sin, cos]])
 
 
+def directions_of(angles: np.ndarray) -> np.ndarray:
+    """Return the unit vectors (x, y) [..., 2] at angles from the x axis."""
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+
+
 def distance_in_plane(places: np.ndarray) -> np.ndarray:
     """Return the distances [n] of places [n, >= 2] from the origin in x and y."""
     return np.hypot(places[:, 0], places[:, 1])

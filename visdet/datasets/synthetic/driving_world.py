@@ -5,6 +5,8 @@ from math import pi
 
 import numpy as np
 
+from visdet.structures.poses import directions_of
+
 # The names are those of nuScenes, so that its metrics apply.
 DRIVING_CLASSES = ("car", "truck", "pedestrian", "bicycle", "traffic_cone")
 STEP_S = 0.5  # time between key frames
@@ -145,7 +147,7 @@ def _make_road(rng: np.random.Generator) -> Road:
     origin = np.argmin(np.abs(stations))
     heading = np.cumsum(curvature) * _STATION_SPACING
     heading = heading - heading[origin] + uniform(-pi, pi)
-    xy = np.cumsum(np.stack([np.cos(heading), np.sin(heading)], axis=-1), axis=0) * _STATION_SPACING
+    xy = np.cumsum(directions_of(heading), axis=0) * _STATION_SPACING
     xy = xy - xy[origin] + uniform(-500, 500, 2)
     squared = _LATERAL_ACCELERATION / np.maximum(np.abs(curvature), 1e-6)
     apart = np.abs(stations[:, None] - stations)

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.structures.polylines import polygon_area
-from visdet.structures.poses import turn_about_z
+from visdet.structures.poses import directions_of, turn_about_z
 
 from .drawn_folder import draw_each, draw_once
 
@@ -132,7 +132,7 @@ def _paint(
 
 def _regular_polygon(num_points: int, radius: float = 1.0, phase: float = 0.0) -> np.ndarray:
     angles = phase + np.arange(num_points) * (2 * math.pi / num_points)
-    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return radius * directions_of(angles)
 
 
 # The polygons [n, 2] of each shape of radius about 1. The outline comes first, then the holes.
