@@ -33,9 +33,10 @@ def _gradient(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def gradient(grad: Tensor, index: Tensor, *weight_and_count: Any) -> Tensor:
         *weight, count = weight_and_count
         zeros = grad.new_zeros(*grad.shape[:2], count)
-        of_features = functools.partial(
-            operator, indices=index, **dict(zip(["weight"], weight, strict=False))
-        )
+
+        def of_features(features: Tensor) -> Tensor:
+            return operator(features, index, *weight)
+
         return gradients_of("pointnet2_ops._ext", of_features, [zeros], [grad])[0]
 
     return gradient
