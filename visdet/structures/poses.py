@@ -1,7 +1,6 @@
 """Rigid transforms and 3-D boxes in numpy, which driving data sets, metrics and visualizations share."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,19 +13,16 @@ def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> n
     Raises:
         ValueError: the quaternion is zero.
     """
-    return _rotation().from_quat(quaternion_wxyz, scalar_first=True).as_matrix()
+    from scipy.spatial.transform import Rotation  # slow to import, and not needed before the first pose
+
+    return Rotation.from_quat(quaternion_wxyz, scalar_first=True).as_matrix()
 
 
 def quaternion_from_matrix(rotation: np.ndarray) -> list[float]:
     """Return the quaternion (w, x, y, z), w >= 0, of a matrix [3, 3], or of the rotation nearest to the matrix."""
-    return _rotation().from_matrix(rotation).as_quat(canonical=True, scalar_first=True).tolist()
-
-
-def _rotation() -> Any:
-    # scipy.spatial is slow to import, and it is not needed before the first pose.
     from scipy.spatial.transform import Rotation
 
-    return Rotation
+    return Rotation.from_matrix(rotation).as_quat(canonical=True, scalar_first=True).tolist()
 
 
 def pose_matrix(
