@@ -3,7 +3,6 @@
 import functools
 import logging
 from pathlib import Path
-from typing import Any
 
 from mmengine.logging import print_log
 
@@ -44,21 +43,16 @@ def _own_font() -> str:
     return str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans-Bold.ttf")
 
 
-def _opened(file: str) -> Any:
-    from matplotlib.ft2font import FT2Font
-
-    return FT2Font(file)
-
-
 @functools.cache
 def _system_fonts() -> list[str]:
     """Return the fonts of the system in outlines. Those of bitmaps have one size, and draw in colour alone."""
     from matplotlib.font_manager import findSystemFonts
+    from matplotlib.ft2font import FT2Font
 
     found = []
     for file in sorted(findSystemFonts()):
         try:
-            if _opened(file).scalable and "lastresort" not in Path(file).name.lower():
+            if FT2Font(file).scalable and "lastresort" not in Path(file).name.lower():
                 found.append(file)
         except (RuntimeError, OSError):  # a damaged file
             continue
@@ -67,7 +61,9 @@ def _system_fonts() -> list[str]:
 
 @functools.cache
 def _characters(file: str) -> frozenset[int]:
-    return frozenset(_opened(file).get_charmap())
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(file).get_charmap())
 
 
 def _warn_once(text: str) -> None:
