@@ -46,6 +46,7 @@ from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
+from .optim.gradients import parameters_in
 from .optim.optim_wrapper import OptimWrapper
 from .optim.options import check_custom_keys, paramwise_cfg
 from .optim.wrappers import unwrapped
@@ -227,13 +228,11 @@ def check_before_data(runner: Any, *stages: str) -> None:
 
 def _check_parameters(optim_wrapper: Any, model: nn.Module) -> None:
     """Refuse an optimizer that the config gives as an object and that trains other parameters than the model's."""
-    own = set(model.parameters())
-    for group in optim_wrapper.optimizer.param_groups:
-        if not own.issuperset(group["params"]):
-            raise ConfigError(
-                "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the "
-                "model as an object, too, or the optimizer as a dict"
-            )
+    if not set(model.parameters()).issuperset(parameters_in(optim_wrapper.optimizer.param_groups)):
+        raise ConfigError(
+            "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the model as "
+            "an object, too, or the optimizer as a dict"
+        )
 
 
 def let_updates_average(optim_wrapper: Any, model: nn.Module) -> None:

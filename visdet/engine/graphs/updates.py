@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from ..optim.gradients import parameters_in
 from ..optim.muon import MuonWithAuxAdam
 from ..optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
 from .calls import GraphedCall
@@ -40,7 +41,7 @@ class GraphedUpdate(GraphedCall):
             self._run_without_graph(reason, wrapper.update)
             return
         optimizer = wrapper.optimizer
-        with torch.cuda.device(optimizer.param_groups[0]["params"][0].device):
+        with torch.cuda.device(next(parameters_in(optimizer.param_groups)).device):
             self._copy_rates(optimizer)
             self._run(partial(key_of, wrapper), partial(self._update, wrapper))
         norm = self._norm
@@ -58,7 +59,7 @@ class GraphedUpdate(GraphedCall):
         if values == self._values:
             return
         if len(values) != len(self._values):
-            device = groups[0]["params"][0].device
+            device = next(parameters_in(groups)).device
             self._rates = [torch.zeros((), device=device) for _ in values]
         for rate, value in zip(self._rates, values, strict=True):
             rate.fill_(value)
@@ -83,7 +84,7 @@ def why_not_a_graph(wrapper: Any) -> str:
         return f"hooks of {name}.step may change it"
     if not all(isinstance(group["lr"], int | float) for group in groups):
         return "a learning rate is not a number"
-    if not all(parameter.is_cuda for group in groups for parameter in group["params"]):
+    if not all(parameter.is_cuda for parameter in parameters_in(groups)):
         return "a parameter is not on a GPU"
     return ""
 
@@ -98,7 +99,7 @@ def key_of(wrapper: OptimWrapper) -> Hashable:
         for name, value in group.items()
         if name not in ("params", "lr")
     )
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = list(parameters_in(groups))
     gradients = [parameter.grad for parameter in parameters]
     numbers = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
     places = [value.data_ptr() for value in (*parameters, *gradients, *numbers) if isinstance(value, Tensor)]

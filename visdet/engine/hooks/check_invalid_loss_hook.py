@@ -13,6 +13,7 @@ from visdet.registry import HOOKS
 
 from ..errors import ConfigError, UserError
 from ..late_numbers import LateNumbers, StepNumbers, losses_among
+from ..optim.gradients import parameters_in
 from ..optim.optim_wrapper import OptimWrapper
 
 
@@ -114,9 +115,8 @@ class CheckInvalidLossHook(Hook):
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""
-        gradients: list[Any] = []
-        for group in optimizer.param_groups:
-            gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        parameters = parameters_in(optimizer.param_groups)
+        gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norms = [norm.float() for norm in torch._foreach_norm(gradients)] if gradients else []
         if norms and not torch.stack(norms).isfinite().all():
             self._has_dropped_gradients = True

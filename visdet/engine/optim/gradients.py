@@ -1,12 +1,19 @@
 """The gradients of many parameters in one block of memory, so that one kernel empties or averages them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # numbers, so that each gradient begins at a multiple of 128 bytes or more
+
+
+def parameters_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Yield the parameters of the groups of an optimizer."""
+    for group in groups:
+        yield from group["params"]
 
 
 class GradientBlock:

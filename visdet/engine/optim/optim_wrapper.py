@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
 
-from .gradients import Gradients
+from .gradients import Gradients, parameters_in
 from .options import clip_grad as check_clip_grad
 
 
@@ -58,7 +58,7 @@ class OptimWrapper(_OptimWrapper):
         for group in groups:
             if group.get("lr") == math.inf:
                 raise InvalidInputError("lr of the optimizer must be a finite number, got inf")
-        self.gradients = Gradients(parameter for group in groups for parameter in group["params"])
+        self.gradients = Gradients(parameters_in(groups))
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Say which iterations are counted. Unlike mmengine's, this does not say that a resumed run loses gradients."""
@@ -108,8 +108,8 @@ class OptimWrapper(_OptimWrapper):
             super().zero_grad(**options)
 
     def _learning(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        parameters = parameters_in(self.optimizer.param_groups)
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _average_gradients(self) -> None:
         learning = self._learning()
@@ -182,7 +182,7 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: dict | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
-        self.device_type = optimizer.param_groups[0]["params"][0].device.type
+        self.device_type = next(parameters_in(optimizer.param_groups)).device.type
         name = str(dtype or "bfloat16").removeprefix("torch.")
         if name not in ("bfloat16", "float16"):
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
