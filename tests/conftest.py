@@ -52,11 +52,11 @@ def stdout(capsys):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Return a function that lets a module's ``print_log`` add to a list in place of the log, and returns the list."""
+    """Return a function that lets what a module logs by add to a list in place of the log, and returns the list."""
 
-    def list_of(module):
+    def list_of(module, by="print_log"):
         messages = []
-        monkeypatch.setattr(module, "print_log", lambda message, **_: messages.append(message))
+        monkeypatch.setattr(module, by, lambda message, **_: messages.append(message))
         return messages
 
     return list_of

@@ -142,7 +142,7 @@ def test_a_schedule_that_counts_epochs_where_there_are_none_is_refused(tmp_path,
 
 
 def test_milestones_after_the_end_are_told(tmp_path, logged):
-    said = logged(build)
+    said = logged(build, "warn")
     steps = {"type": "MultiStepLR", "by_epoch": False, "milestones": [3, 4]}
     train(tmp_path, param_scheduler=[steps], train_cfg__max_iters=4)
     assert said == [

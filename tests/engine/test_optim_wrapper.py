@@ -153,7 +153,7 @@ def test_a_run_whose_parameters_had_a_group_each_goes_on_as_it_would_have(kind):
 
 
 def test_a_key_that_no_parameter_has_is_told(logged):
-    said = logged(options)
+    said = logged(options, "warn")
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     options.check_custom_keys({"0.bias": {}, "backbone": {}}, model, torch.optim.SGD(model.parameters()))
     [text] = said

@@ -14,7 +14,7 @@ from mmengine.device import get_device
 from mmengine.dist import broadcast, master_only
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
-from mmengine.logging import MMLogger, print_log
+from mmengine.logging import MMLogger
 from mmengine.model import convert_sync_batchnorm, is_model_wrapper, revert_sync_batchnorm
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.optim import OptimWrapperDict, _ParamScheduler
@@ -50,7 +50,7 @@ from .optim.gradients import parameters_in
 from .optim.optim_wrapper import OptimWrapper
 from .optim.options import check_custom_keys, paramwise_cfg
 from .optim.wrappers import unwrapped
-from .process.console import ConsoleHandler
+from .process.console import ConsoleHandler, warn
 from .process.distributed import start_process_group
 from .process.environment import environment
 
@@ -190,11 +190,9 @@ def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> list[_P
             last = loop.max_epochs if schedule.by_epoch else loop.max_iters
             late = [step for step in getattr(schedule, "milestones", ()) if step >= last]
             if late:
-                print_log(
+                warn(
                     f"param_scheduler: {type(schedule).__name__} never comes to its milestones {late}, because the "
-                    f"run ends at {last}",
-                    logger="current",
-                    level=logging.WARNING,
+                    f"run ends at {last}"
                 )
     return schedules
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from mmengine.device import get_device
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
 
 from visdet.registry import HOOKS
 
@@ -15,6 +14,7 @@ from ..errors import ConfigError, UserError
 from ..late_numbers import LateNumbers, StepNumbers, losses_among
 from ..optim.gradients import parameters_in
 from ..optim.optim_wrapper import OptimWrapper
+from ..process.console import warn
 
 
 class NonFiniteLossError(UserError):
@@ -111,7 +111,7 @@ class CheckInvalidLossHook(Hook):
                 "(optim_wrapper.optimizer.lr), clipped gradients (optim_wrapper.clip_grad.max_norm=0.1), training "
                 "without --amp; default_hooks.invalid_loss.action=skip passes over single bad batches."
             )
-        print_log(f"{where}; the update was skipped", logger="current", level=30)
+        warn(f"{where}; the update was skipped")
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""

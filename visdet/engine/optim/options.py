@@ -1,15 +1,14 @@
 """The options of optimizers' wrappers. mmengine leaves out those that it does not know in silence, or fails late."""
 
-import logging
 from typing import Literal
 
-from mmengine.logging import print_log
 from torch import nn
 from torch.optim import Optimizer
 
 from visdet.checks.arguments import Above0, AtLeast0, checked, checked_value
 
 from ..errors import ConfigError, nearest_names
+from ..process.console import warn
 
 _MULTIPLIERS = ("lr_mult", "decay_mult")
 
@@ -64,8 +63,6 @@ def check_custom_keys(given: dict[str, dict], model: nn.Module, optimizer: Optim
                 checked_value(f"{where}.{name}", value, AtLeast0)
         if not any(key in part for part in parts):
             children = ", ".join(dict(model.named_children()))
-            print_log(
-                f"{where} acts on nothing: no parameter has this in its name. The parts of the model are {children}",
-                logger="current",
-                level=logging.WARNING,
+            warn(
+                f"{where} acts on nothing: no parameter has this in its name. The parts of the model are {children}"
             )
