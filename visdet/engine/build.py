@@ -56,16 +56,16 @@ from .process.environment import environment
 
 # The first six are mmengine's. The default_hooks of a config change a hook under its key, or remove it by None.
 _DEFAULT_HOOKS = {
-    "runtime_info": {"type": "RuntimeInfoHook"},
-    "timer": {"type": "IterTimerHook"},
-    "sampler_seed": {"type": "DistSamplerSeedHook"},
-    "logger": {"type": "LoggerHook"},
-    "param_scheduler": {"type": "ParamSchedulerHook"},
-    "checkpoint": {"type": "CheckpointHook", "interval": 1},
-    "num_class_check": {"type": "NumClassCheckHook"},
-    "invalid_loss": {"type": "CheckInvalidLossHook"},
-    "progress": {"type": "ProgressHook"},
-    "report": {"type": "RunReportHook"},
+    "runtime_info": "RuntimeInfoHook",
+    "timer": "IterTimerHook",
+    "sampler_seed": "DistSamplerSeedHook",
+    "logger": "LoggerHook",
+    "param_scheduler": "ParamSchedulerHook",
+    "checkpoint": "CheckpointHook",
+    "num_class_check": "NumClassCheckHook",
+    "invalid_loss": "CheckInvalidLossHook",
+    "progress": "ProgressHook",
+    "report": "RunReportHook",
 }
 
 
@@ -339,7 +339,8 @@ def build_evaluator(cfg: Config, stage: str) -> Evaluator:
 
 def build_hooks(cfg: Config) -> list[Hook]:
     """Return the default hooks of mmengine, of this package and of the config, and then the custom ones."""
-    by_key = {**_DEFAULT_HOOKS, **section_of(cfg, "default_hooks")}
+    by_default = {key: {"type": name} for key, name in _DEFAULT_HOOKS.items()}
+    by_key = {**by_default, **section_of(cfg, "default_hooks")}
     given = [*by_key.values(), *several_of(cfg, "custom_hooks")]
     return [build_hook(cfg, hook) for hook in given if hook is not None]
 
