@@ -85,7 +85,7 @@ def collected_state(
             "mmengine_version": mmengine.__version__,
             "dataset_meta": getattr(dataset, "metainfo", None),
             "category_ids": category_ids_of(dataset),
-            "score_thresholds": _own_thresholds(runner, meta.get("iter")),
+            "score_thresholds": _own_thresholds(runner, meta["iter"]),
             "iterations_per_epoch": len(loader),
             "batch_size": batch_size_of(loader),
             "processes": runner.world_size,
@@ -105,9 +105,9 @@ def collected_state(
     return state
 
 
-def _own_thresholds(runner: Any, iteration: int | None) -> dict[str, float]:
+def _own_thresholds(runner: Any, iteration: int) -> dict[str, float]:
     """Return the thresholds of scores of the validation after this iteration, if there has been one."""
-    was_validated = iteration is not None and runner.message_hub.get_info("validated_at_iter") == iteration
+    was_validated = runner.message_hub.get_info("validated_at_iter") == iteration
     return thresholds_of(runner.val_loop.evaluator.metrics) if was_validated and runner.val_loop else {}
 
 
@@ -378,8 +378,6 @@ def _restoring(path: str, part: str) -> Iterator[None]:
     """Turn an error in restoring a part of a checkpoint into a CheckpointError that names the part."""
     try:
         yield
-    except CheckpointError:
-        raise
     except _UNFIT as error:
         reason = f"its {part} cannot be restored ({type(error).__name__}: {str(error)[:200]})"
         raise CheckpointError(refusal(path, reason)) from error
