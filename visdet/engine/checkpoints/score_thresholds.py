@@ -37,10 +37,10 @@ def thresholds_of(metrics: Iterable[Any]) -> dict[str, float]:
     """Return the threshold of each class that the last evaluation of the metrics has measured."""
     found = {}
     for report in reports_of(metrics).values():
-        for name, curve in report.to_dict()["classes"].items():
+        for name, curve in report.classes.items():
             best = curve["best_threshold"]
             if best is not None:
-                found[name] = float(best)
+                found[name] = best
     return found
 
 
