@@ -105,8 +105,7 @@ def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
     In the capture of a graph, a layer keeps everything if the memory suffices, and also if it drops anything: The
     backward pass is another graph, in which it would draw other numbers.
     """
-    capture = _current.get()
-    if capture is not None and capture.keeps_activations:
+    if keeps_activations():
         return layer(input, *others)
     is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if is_capturing:
@@ -122,7 +121,7 @@ def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return layer(*inputs)
 
-    compute = layer if capture is None else without_modes
+    compute = layer if _current.get() is None else without_modes
     # The state of a generator cannot be read in a capture, and nothing is drawn.
     return checkpoint(compute, input, *others, use_reentrant=False, preserve_rng_state=not is_capturing)
 
