@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -349,7 +350,10 @@ class GraphedPrediction(GraphedMethod):
         names = getattr(model, "image_feature_parts", None)
         parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
-            tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
+            tensor
+            for part in parts
+            if part is not None
+            for tensor in chain(part.parameters(), part.buffers())
         ]
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -310,7 +311,7 @@ class GraphedDetections(_GraphOfPrediction):
     ) -> None:
         self.features = features
         self.batch = map_tensors(Tensor.clone, batch)
-        super().__init__(model, memory, (*model.parameters(), *model.buffers()))
+        super().__init__(model, memory, chain(model.parameters(), model.buffers()))
 
     def compute(self) -> Any:
         features = self.features

@@ -1,6 +1,7 @@
 """A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
+from itertools import chain
 from typing import Any
 
 from mmengine.dist import is_main_process
@@ -206,5 +207,5 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 def _size_of_checkpoint(model: nn.Module) -> int:
     """Return the bytes of a checkpoint, in which an optimizer keeps two numbers for each weight that it trains."""
-    weights = (*model.parameters(), *model.buffers())
+    weights = chain(model.parameters(), model.buffers())
     return sum(weight.nbytes * (3 if weight.requires_grad else 1) for weight in weights)
