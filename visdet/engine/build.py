@@ -72,6 +72,8 @@ _DEFAULT_HOOKS = {
 def enter_environment(env_cfg: dict, launcher: str) -> str:
     """Join the process group, set up the process by ``env_cfg``, and return the time at which the run begins.
 
+    Without a ``dist_cfg``, mmengine takes NCCL on GPUs.
+
     Raises:
         ConfigError: a value of ``env_cfg`` cannot be used.
     """

@@ -119,7 +119,7 @@ def agreed_folder(
 
     launcher = checked_launcher(launcher)
     if launcher != "none":
-        enter_environment(env_cfg or {"dist_cfg": {"backend": "nccl"}}, launcher)
+        enter_environment(env_cfg or {}, launcher)
     chosen = [free_folder(folder, for_training) if is_main_process() else folder]
     broadcast_object_list(chosen)
     (agreed,) = chosen

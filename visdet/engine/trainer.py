@@ -112,7 +112,7 @@ class DetRunner(RunCheckpoints):
         self.trusts_checkpoints = trusts = given("trust_checkpoint", False)
         self.allows_nonfinite = allows_nonfinite = given("allow_nonfinite_weights", False)
         register_checkpoint_readers(trusts, allows_nonfinite)
-        env_cfg = given("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        env_cfg = section_of(cfg, "env_cfg")
         self.timestamp = time = build.enter_environment(env_cfg, launcher)
         self.rank, self.world_size = get_dist_info()
         self._seed_with(dict(section_of(cfg, "randomness")))
