@@ -16,7 +16,7 @@ from torch import nn
 
 from visdet.checks.heads import check_heads
 from visdet.engine.checkpoints.held_config import load_config
-from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, told_thresholds
+from visdet.engine.checkpoints.score_thresholds import measured_thresholds, thresholds_for, told_thresholds
 from visdet.engine.config.checks import section_of, several_of
 from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import Detector, init_detector, takes_images
@@ -159,7 +159,7 @@ def _about_classes(cfg: Config, runner: Any, content: dict[str, Any]) -> dict[st
     if not takes_images(cfg):
         return {"classes": classes}
     measured, origin = measured_thresholds(content)
-    thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
+    thresholds = thresholds_for(classes, measured)
     say(told_thresholds(classes, thresholds, origin))
     return {"classes": classes, "thresholds": thresholds, "origin_of_thresholds": origin}
 

@@ -52,6 +52,11 @@ def measured_thresholds(content: Mapping[str, Any]) -> tuple[dict[str, float], s
     return {}, "no validation has measured them"
 
 
+def thresholds_for(names: Iterable[str], measured: Mapping[str, float]) -> list[float]:
+    """Return the threshold of each class, which is 0.3 if none has been measured."""
+    return [measured.get(name, DEFAULT_THRESHOLD) for name in names]
+
+
 def told_thresholds(names: Iterable[str], thresholds: Iterable[float], origin: str) -> str:
     """Return a line on the thresholds that a command uses and where they come from."""
     pairs = [f"{name} {value:.2f}" for name, value in zip(names, thresholds, strict=True)]

@@ -15,6 +15,7 @@ from visdet.registry import HOOKS
 from ..checkpoints.score_thresholds import (
     DEFAULT_THRESHOLD,
     measured_thresholds,
+    thresholds_for,
     thresholds_of,
     told_thresholds,
 )
@@ -152,7 +153,7 @@ class DetVisualizationHook(Hook):
         folder = self.test_out_dir
         if self.draws_tests and self.score_thr is None:
             names = (runner.visualizer.dataset_meta or {}).get("classes", ())
-            given = [self._measured.get(name, DEFAULT_THRESHOLD) for name in names]
+            given = thresholds_for(names, self._measured)
             say(told_thresholds(names, given, self._origin))
         if folder is not None:
             self._pictures = PicturePaths(os.path.join(runner.log_dir, folder))

@@ -25,7 +25,7 @@ from visdet.structures import DetDataSample
 
 from ..checkpoints.checkpoint import read_checkpoint
 from ..checkpoints.held_config import load_config, meta_of, names_checkpoint, say_differences
-from ..checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
+from ..checkpoints.score_thresholds import measured_thresholds, thresholds_for
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
 from ..config.checks import section_of
@@ -110,7 +110,7 @@ class Detector:
         self.model: nn.Module = model.to(self.device).eval()
         measured, self.origin_of_thresholds = measured_thresholds(content)
         self.category_ids = meta_of(content).get("category_ids")
-        self.score_thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
+        self.score_thresholds = thresholds_for(classes, measured)
         with building(cfg, "test_dataloader"):
             self._pipeline = Compose(test_pipeline(cfg))
         self._cfg = cfg
