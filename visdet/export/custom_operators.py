@@ -5,7 +5,9 @@ extension of :mod:`.openvino_extension`. ``tensorrt``: nodes of NVIDIA's Multisc
 inputs are those of ``ms_deform_attn`` with tables of 32-bit integers, and whose output is [B, Q, G, C].
 """
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ DOMAINS: dict[str | None, str] = {"openvino": "visdet", "tensorrt": "TRT"}
 _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 
-def _attention(
-    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+def _own(
+    name: str, value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
-    B, _, G, C = value.shape
+    """Return a node of visdet, whose output is [B, Q, C] for values [B, S, C] or, in groups, [B, S, G, C / G]."""
+    B, _, *channels = value.shape
     Q = locations.shape[1]
     inputs = (value, level_shapes, level_starts, locations, weights)
-    return _node("visdet::ms_deform_attn", inputs, (B, Q, G * C))
+    return _node(f"visdet::{name}", inputs, (B, Q, math.prod(channels)))
 
 
 def _plugin(
@@ -39,22 +42,16 @@ def _plugin(
     return _node(f"TRT::{_PLUGIN}", inputs, (B, Q, G, C), plugin_version="2").flatten(2)
 
 
-def _aggregation(
-    features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    B, _, C = features.shape
-    Q = locations.shape[1]
-    inputs = (features, level_shapes, level_starts, locations, weights)
-    return _node("visdet::deformable_aggregation", inputs, (B, Q, C))
-
-
 def _node(name: str, inputs: tuple[Tensor, ...], shape: tuple[int, ...], **attributes: Any) -> Tensor:
     return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=torch.float32, shape=shape, version=1)
 
 
 # Functions with the arguments of the operators in visdet.ops, by the runtime and the operator.
 NODES: dict[str | None, dict[str, Callable[..., Tensor]]] = {
-    "openvino": {"ms_deform_attn": _attention, "deformable_aggregation": _aggregation},
+    "openvino": {
+        "ms_deform_attn": partial(_own, "ms_deform_attn"),
+        "deformable_aggregation": partial(_own, "deformable_aggregation"),
+    },
     "tensorrt": {"ms_deform_attn": _plugin},
 }
 
