@@ -126,21 +126,23 @@ class MotionMetric(DrivingBoxMetric):
             constant=constant[:, None],
         )
 
+    @property
+    def merged_names(self) -> list[str | None]:
+        """The merged class of each label, or None if it is not evaluated."""
+        return [self.class_mapping.get(name) for name in self.names]
+
     def check_classes(self) -> None:
-        for name in self.names:
-            merged = self.class_mapping.get(name)
-            if merged is not None:
-                self.range_of(merged)
+        for name in filter(None, self.merged_names):
+            self.range_of(name)
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the four values of each merged class, for the model and for constant velocity."""
-        mapping = self.class_mapping
-        classes = self.names
-        merged = [mapping.get(name) for name in classes]
-        names = list(dict.fromkeys(name for name in merged if name is not None))
+        merged = self.merged_names
+        names = list(dict.fromkeys(filter(None, merged)))
         if not names:
             raise InvalidInputError(
-                f"MotionMetric: class_mapping must name one of {', '.join(classes)}, got {', '.join(mapping)}"
+                f"MotionMetric: class_mapping must name one of {', '.join(self.names)}, got "
+                f"{', '.join(self.class_mapping)}"
             )
         metrics: dict[str, float] = {}
         rows = []
