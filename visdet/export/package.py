@@ -93,8 +93,10 @@ class Package:
             low <= size <= high for size, (low, high) in zip(tensor.shape, ranges, strict=True)
         ):
             raise ExportError(f"the sizes of {name} must be within {ranges}, got {list(tensor.shape)}")
-        for size, length in zip(fact["shape"], tensor.shape, strict=True):
-            if isinstance(size, str) and sizes.setdefault(size, length) != length:
+        for size, length in zip(
+            fact["shape"], tensor.shape, strict=True
+        ):  # A number has only its own length.
+            if sizes.setdefault(size, length) != length:
                 raise ExportError(
                     f"the {size} of {name} is {length}, but that of another input is {sizes[size]}"
                 )
