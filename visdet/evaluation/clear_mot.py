@@ -151,9 +151,7 @@ def motar_curve(
 ) -> list[Counts]:
     """Return the events at each recall threshold, without any at a recall that is not reached."""
     everything = count_events(scenes, max_distance)
-    thresholds = recall_thresholds(
-        everything.match_scores, max(everything.objects, 1), num_thresholds, min_recall
-    )
+    thresholds = recall_thresholds(everything.match_scores, everything.objects, num_thresholds, min_recall)
     reached = set(thresholds[~np.isnan(thresholds)].tolist())
     known = {threshold: count_events(scenes, max_distance, threshold) for threshold in reached}
     return [known.get(threshold, Counts()) for threshold in thresholds.tolist()]
