@@ -84,14 +84,12 @@ class LaterGradients(TorchFunctionMode):
         if streams:
             self._origins.add(torch.cuda.current_stream())
             if len(waiting) == _TOGETHER:
-                self._begin_on(streams[0])
+                stream = streams[0]
                 streams.rotate()
+                with torch.cuda.stream(stream):
+                    self._compute()
+                self._busy.add(stream)
         return True
-
-    def _begin_on(self, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            self._compute()
-        self._busy.add(stream)
 
     @torch.no_grad()
     def _compute(self) -> None:
