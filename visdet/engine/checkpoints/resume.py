@@ -107,9 +107,8 @@ def read_to_resume(
             content = read_checkpoint(path, trust=trust)
         except CheckpointError as error:
             problem = f"{error} (read by process {get_rank()})"
-    problems = [found for found in all_gather_object(problem) if found is not None]
-    if problems:
-        raise CheckpointError(problems[0])
+    if first := next(filter(None, all_gather_object(problem)), None):
+        raise CheckpointError(first)
     if path is None or content is None:
         return None
     parts = ("optimizer", "message_hub", "meta")
