@@ -59,16 +59,13 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
             *items, what = _samples(cfg)
         except (MissingFileError, ConfigError) as error:
             return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
-    frames = StagedModel(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)  # The counter fails on a parameter that a part gets as an argument.
+    # The counter fails on a parameter that learns and that a part gets as an argument.
+    frames = StagedModel(copy.deepcopy(model).requires_grad_(False))
     with torch.no_grad():
         for item in items:
             counter = FlopCounterMode(display=False, custom_mapping=_formulas())  # The last one counts.
             with counter:
                 frames.test_step(pseudo_collate([item]))
-    for parameter in trained:
-        parameter.requires_grad_(True)
     counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
     return "\n".join([*_rows(model, counts), f"FLOPs are those of the prediction for {what}."])
 
