@@ -44,11 +44,11 @@ class GradientBlock:
 
     def attach(self) -> None:
         """Make the views the gradients of the parameters. A gradient that lies elsewhere keeps its values."""
+        if self.is_attached():
+            return
         parameters = self.parameters
         gradients = [parameter.grad for parameter in parameters]
         pairs = list(zip(gradients, self.views, strict=True))
-        if all(gradient is view for gradient, view in pairs):
-            return
         empty = [view for gradient, view in pairs if gradient is None]
         if empty:
             torch._foreach_zero_(empty)
