@@ -38,9 +38,7 @@ def build_dataloader(
                 dataset.full_init()
             dataloader["dataset"] = dataset
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-    init = loader.worker_init_fn
-    if getattr(init, "func", None) is not start_worker:
-        loader.worker_init_fn = partial(start_worker, init)
+    loader.worker_init_fn = partial(start_worker, loader.worker_init_fn)
     report_lost_batches(loader)
     explain_collation(loader)
     if loader.pin_memory:
