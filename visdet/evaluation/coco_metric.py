@@ -294,12 +294,12 @@ class CocoMetric(BaseMetric):
         found: dict[Any, dict] = {}
         for result in results:
             number = result["img_id"]
-            path = result.get("img_path")
+            path = result["img_path"]
             key = number if needs_ids else (number, path)
             other = found.get(key, result)
             if any(other.get(part) != result.get(part) for part in ("img_path", "truth")):
                 raise InvalidInputError(
-                    f"{type(self).__name__}: the images {other.get('img_path')} and {path} have the same id "
+                    f"{type(self).__name__}: the images {other['img_path']} and {path} have the same id "
                     f"{number!r} and differ in their paths or true boxes. Give every image an id of its own. Images of "
                     "several data sets may share ids if neither ann_file nor outfile_prefix is set"
                 )
