@@ -59,7 +59,7 @@ EXCEPTIONS = {
 # The folders and the files of the engine, from the lowest to the highest. Each imports what stands below it alone.
 LAYERS_OF_ENGINE = (
     {"errors"},
-    {"process", "log_curves"},
+    {"process", "log_curves", "first_hook"},
     {"config", "data", "optim"},
     {"checkpoints", "late_numbers", "monitored_metrics", "stages", "advice"},
     {"graphs", "loops", "prepare"},

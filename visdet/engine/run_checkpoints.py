@@ -26,6 +26,7 @@ from .checkpoints.weights import MODULE_PREFIX, check_finite, load_weights, own_
 from .config.load import given_dataset
 from .config.text import leaves
 from .errors import CheckpointError
+from .first_hook import first_hook
 from .late_numbers import LateNumbers
 from .loops import RunnerInterface
 from .optim.wrappers import unwrapped
@@ -147,7 +148,7 @@ class RunCheckpoints(RunnerInterface):
             say_differences(self.cfg, content, path)
         weights = own_names(weights_of(content, path), model, revise_keys)
         weights = matched_by_name(model, weights, trained, wanted, path, strict)
-        if self.resumed_from is not None and not any(isinstance(hook, EMAHook) for hook in self.hooks):
+        if self.resumed_from is not None and first_hook(self.hooks, EMAHook) is None:
             # A run without averages goes on from the weights that have been trained, and not from their averages.
             own = revised(content.get("ema_state_dict", {}), MODULE_PREFIX)
             weights.update((name, own[name]) for name in weights.keys() & own.keys())
@@ -218,7 +219,7 @@ class RunCheckpoints(RunnerInterface):
 
     def _save_interrupted(self) -> None:
         """Save a checkpoint of this iteration where the checkpoint hook saves, unless there is one already."""
-        hook = next((hook for hook in self.hooks if isinstance(hook, CheckpointHook)), None)
+        hook = first_hook(self.hooks, CheckpointHook)
         done = self.iter + 1
         hub = self.message_hub
         if hook is None or self._saved_at == done:

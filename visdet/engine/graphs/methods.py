@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from visdet.execution.staged_detector import has_stages
 from visdet.execution.tensor_tree import layout_of, map_tensors
 
+from ..first_hook import first_hook
 from ..optim.averages import ExponentialMovingAverage
 from ..optim.gradients import Gradients
 from ..optim.optim_wrapper import OptimWrapper
@@ -82,10 +83,10 @@ def share_gradients(graphs: Mapping[str, Any], optim_wrapper: Any) -> None:
 def replay_average(graphs: Mapping[str, Any], hooks: Iterable[Hook]) -> None:
     """Let a graph replay visdet's average of the weights, which the first ``EMAHook`` keeps."""
     replay = graphs.get("average")
-    averaging = [hook for hook in hooks if isinstance(hook, EMAHook)]
-    if replay is None or not averaging:
+    hook = first_hook(hooks, EMAHook)
+    if replay is None or hook is None:
         return
-    average = averaging[0].ema_model
+    average = hook.ema_model
     if type(average) is ExponentialMovingAverage:
         average.replay = replay
     else:

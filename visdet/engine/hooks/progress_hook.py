@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from visdet.registry import HOOKS
 
+from ..first_hook import first_hook
 from ..process.console import console, is_main_process, say
 
 _REFRESH_SECONDS = 0.2
@@ -43,8 +44,8 @@ class ProgressHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Take over the terminal."""
         if self.interval is None:
-            of_loggers = (hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook))
-            self.interval = next(of_loggers, 50)
+            logger = first_hook(runner.hooks, LoggerHook)
+            self.interval = logger.interval if logger else 50
         # The bar is drawn without a thread, which could hold a lock at the moment when a data worker is forked.
         self._bars = Progress(
             TextColumn("{task.description}"),

@@ -17,6 +17,7 @@ from visdet.structures.tables import table_text
 
 from ..checkpoints.checkpoint import BEST
 from ..checkpoints.score_thresholds import write_curves
+from ..first_hook import first_hook
 from ..inference.detector_config import takes_images
 from ..optim.wrappers import unwrapped
 from ..process.console import is_main_process, say
@@ -53,11 +54,10 @@ class RunReportHook(Hook):
         if runner.val_loop is not None:
             rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {_validations(loop)}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):
-                options = dict(hook.ema_cfg)
-                kind = options.pop("type")
-                rows["EMA"] = ", ".join([kind, *(f"{key} {value}" for key, value in options.items())])
+        if averaging := first_hook(runner.hooks, EMAHook):
+            options = dict(averaging.ema_cfg)
+            kind = options.pop("type")
+            rows["EMA"] = ", ".join([kind, *(f"{key} {value}" for key, value in options.items())])
         rows["start"] = f"weights of {start}" if start else "from scratch"
         if done > 0:
             resumed = short_path(runner.resumed_from)
