@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .precision_recall import take_closest
+from .precision_recall import joined, take_closest
 
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
@@ -79,7 +79,7 @@ def match_frames(frames: Sequence[Frame], max_distance: float) -> Matches:
         truths = take_nearest(frame, max_distance)
         columns.append((frame["scores"], np.where(truths < 0, -1, num_truths + truths)))
         num_truths += len(frame["gt_boxes"])
-    scores, taken = map(np.concatenate, zip(*columns, strict=True))
+    scores, taken = joined(columns)
     order = np.argsort(scores, kind="stable")[::-1]
     is_match = taken[order] >= 0
     count = len(order)

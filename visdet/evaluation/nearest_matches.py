@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .precision_recall import Found
+from .precision_recall import Found, joined
 
 
 class Nearest(NamedTuple):
@@ -44,7 +44,7 @@ class Nearest(NamedTuple):
                 (predicted, image.scores, closeness.max(axis=1), num_before + truths, is_crowd[truths])
             )
             num_before += len(labels)
-        found = cls(*map(np.concatenate, zip(*columns, strict=True)))
+        found = cls(*joined(columns))
         order = np.argsort(-found.scores, kind="stable")
         return cls(*(column[order] for column in found))
 

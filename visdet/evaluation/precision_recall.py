@@ -1,6 +1,6 @@
 """Precision over recall of each class, the score of the best F1, and confusion matrices, as numbers and pictures."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,11 @@ def take_closest(closeness: np.ndarray, is_allowed: np.ndarray | None = None) ->
     return taken
 
 
+def joined(parts: Iterable[tuple[np.ndarray, ...]]) -> Iterator[np.ndarray]:
+    """Return the first arrays of all parts as one, then the second ones, and so on."""
+    return map(np.concatenate, zip(*parts, strict=True))
+
+
 def report_of(
     frames: Sequence[Found], classes: Sequence[str], matched_by: str, most_of_class: int | None = None
 ) -> CurveReport:
@@ -183,7 +188,7 @@ def report_of(
             found[label].append((frame.scores[rows][counts], taken[counts] >= 0))
     curves = {}
     for name, of_class, number in zip(classes, found, num_truths, strict=True):
-        scores, right = map(np.concatenate, zip(*of_class, strict=True))
+        scores, right = joined(of_class)
         curves[name] = score_curve(scores, right, number)
     # No score is above NaN, which None becomes.
     least = np.array([curve["best_threshold"] for curve in curves.values()], float)
