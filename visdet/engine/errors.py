@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "UserError",
     "explain",
+    "first_line",
     "log_fatal_error",
     "nearest_names",
 ]
@@ -55,6 +56,11 @@ def explain(error: BaseException) -> str | None:
     return "\n".join([message, *(f"({hint})" for hint in hints_of(error))])
 
 
+def first_line(text: object) -> str:
+    """Return the first line of an error's message, or of another text."""
+    return str(text).strip().partition("\n")[0]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of the machine or of a GPU does not suffice."""
     of_torch = isinstance(error, RuntimeError) and bool(_OF_MEMORY.search(str(error)))
@@ -62,7 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _of_memory(error: BaseException) -> str:
-    said = str(error).strip().split("\n")[0][:300]
+    said = first_line(error)[:300]
     return (
         f"the memory does not suffice: {said or type(error).__name__}. Lower batch_size or num_workers of the "
         "data loader or the size of the images, or use a machine with more memory"

@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import visdet
+from visdet.engine.errors import first_line
 from visdet.errors import MissingPackageError, check_choice
 from visdet.files.writing import write_atomically
 
@@ -175,7 +176,7 @@ def _write(
         reason = (error.__cause__ and error.__cause__.__cause__) or error
         raise ExportError(
             f"torch {torch.__version__} cannot write the model as {description['format']} "
-            f"({str(reason).splitlines()[0]}). If the sizes that may change are the reason, fix them (--shape, "
+            f"({first_line(reason)}). If the sizes that may change are the reason, fix them (--shape, "
             "--batch); or choose another format, such as pt2"
         ) from error
     write_usage(description, folder)

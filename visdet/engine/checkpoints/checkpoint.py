@@ -31,6 +31,7 @@ from ..errors import (
     CheckpointError,
     DamagedCheckpointError,
     MissingCheckpointError,
+    first_line,
     is_out_of_memory,
     nearest_names,
 )
@@ -150,7 +151,7 @@ def _explained(error: Exception, size: int, source: str) -> CheckpointError:
             f"checkpoint {source} holds a {name}, which is neither a tensor nor a plain type. {advice}"
         )
     # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
-    reason = "the file ends too early" if isinstance(error, OSError) else reason.strip().split("\n")[0][:160]
+    reason = "the file ends too early" if isinstance(error, OSError) else first_line(reason)[:160]
     return DamagedCheckpointError(
         f"checkpoint {source} ({size} bytes) cannot be read. It is damaged, cut short or not a checkpoint: "
         f"{reason or type(error).__name__}"

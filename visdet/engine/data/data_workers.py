@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError, UserError, listed
 from visdet.structures.planned_batch import say_size
 
+from ..errors import first_line
+
 PATIENCE = 1800  # seconds that a loader waits for a batch, unless its config has a timeout
 _OUT_OF_MEMORY = re.compile(
     ".*(is killed by signal|exited unexpectedly|No space left on device|(insufficient|out of) shared memory|"
@@ -169,7 +171,7 @@ def _explained(error: Exception, ended: list[int]) -> str | None:
         )
     lack = _OUT_OF_MEMORY.search(text)
     if "DataLoader worker" in text and (lack or isinstance(error, MemoryError)):
-        said = lack[0] if lack else text.splitlines()[0]
+        said = lack[0] if lack else first_line(text)
         return (
             f"a data worker has died, as it does if its memory or /dev/shm is full: {said[:200]}. "
             "Lower num_workers, prefetch_factor or batch_size, or give the machine or the container more memory "

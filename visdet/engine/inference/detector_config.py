@@ -15,7 +15,7 @@ from visdet.structures.class_names import checked_classes
 from ..checkpoints.class_names import class_lists, lists_of_checkpoint
 from ..checkpoints.held_config import meta_of
 from ..config.load import dataset_config
-from ..errors import ConfigError, UserError
+from ..errors import ConfigError, UserError, first_line
 from ..process.console import say
 
 
@@ -39,7 +39,7 @@ def checked_device(device: str | torch.device | None) -> torch.device:
         probe.item()  # Device 'meta' holds no values.
         return probe.device
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UserError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from error
+        raise UserError(f"device {device!r} is not available: {first_line(error)}") from error
 
 
 def _test_dataset(cfg: Config) -> dict:
