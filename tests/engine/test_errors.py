@@ -119,7 +119,7 @@ def test_what_may_be_a_mistake_is_told_before_a_run(logged):
     }
     model = torch.nn.Module()
     model.num_queries = 8
-    said = logged(num_class_check_hook)
+    said = logged(num_class_check_hook, "warn")
     NumClassCheckHook().before_run(SimpleNamespace(hooks=[], model=model, **loops))
     assert said == [
         "an image of train_dataloader.dataset has 9 boxes, but model.num_queries is 8",

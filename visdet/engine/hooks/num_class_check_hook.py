@@ -1,6 +1,5 @@
 """A hook that checks that the model and the data sets have the same classes."""
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
 
 from visdet.checks.heads import check_heads
 from visdet.registry import HOOKS
@@ -17,6 +15,7 @@ from visdet.registry import HOOKS
 from ..data.inner_parts import parts_of
 from ..errors import ConfigError
 from ..optim.wrappers import unwrapped
+from ..process.console import warn
 from .driving_data_check import check_driving_data
 
 _ADVICE = ". Set model.{head}.num_classes={count}, or name the classes to train on in the data set's metainfo"
@@ -92,7 +91,7 @@ def _compare_queries(dataset: Any, queries: float) -> None:
     """Warn of images with more boxes than the model has queries, each of which finds one."""
     most = max(getattr(part, "most_boxes", 0) for part in parts_of(dataset))
     if most > queries:
-        _warn(f"an image of train_dataloader.dataset has {most} boxes, but model.num_queries is {queries}")
+        warn(f"an image of train_dataloader.dataset has {most} boxes, but model.num_queries is {queries}")
 
 
 def _compare_files(section: str, dataset: Any, metrics: Sequence[Any]) -> None:
@@ -101,11 +100,7 @@ def _compare_files(section: str, dataset: Any, metrics: Sequence[Any]) -> None:
     for metric in metrics:
         other = getattr(metric, "ann_file", None)
         if file and other and Path(other).resolve() != Path(file).resolve():
-            _warn(f"{section}.dataset reads {file}, but {type(metric).__name__} compares with {other}")
-
-
-def _warn(text: str) -> None:
-    print_log(text, logger="current", level=logging.WARNING)
+            warn(f"{section}.dataset reads {file}, but {type(metric).__name__} compares with {other}")
 
 
 def _compare_lists(kind: str, lists: dict[str, Sequence[str]]) -> None:
