@@ -25,6 +25,7 @@ VOC = (
     "<annotation><filename>{}</filename><object><name>bolt</name><bndbox><xmin>40</xmin><ymin>30</ymin><xmax>60</xmax>"
     "<ymax>50</ymax></bndbox></object></annotation>"
 )
+DOTA = "40 30 60 30 60 50 40 50 bolt 0"
 
 
 def write(root, files):
@@ -127,6 +128,15 @@ LAYOUTS = {
     "voc, no suffix": ({"JPEGImages/0.jpg": None, "Annotations/0.xml": VOC.format("0")}, "train"),
     "voc, Windows": ({"images/0.jpg": None, "Annotations/0.xml": VOC.format(r"C:\a\0.jpg")}, "train"),
     "voc, nested": ({"images/b/0.JPG": None, "Annotations/b/0.xml": VOC.format("0.jpg")}, "train"),
+    "voc, equal stems": (
+        {"a/images/0.jpg": None, "a/xml/0.xml": VOC.format("0"), "b/images/0.png": b""},
+        "train",
+    ),
+    "voc, an equal name": (
+        {"a/images/0.png": None, "a/xml/0.xml": VOC.format("0.png"), "images/0.png": b""},
+        "train",
+    ),
+    "dota, equal stems": ({"a/images/0.jpg": None, "a/labelTxt/0.txt": DOTA, "b/images/0.png": b""}, "train"),
     "avif": (yolo("images/0.avif"), "train"),
     "jpeg 2000": (yolo("images/0.jp2"), "train"),
     "csv, UTF-16": (
@@ -218,6 +228,10 @@ def test_labels_and_data_yaml_in_any_code(tmp_path, code, end):
         ({"a.json": [BOX], "package.json": "{}"}, "a.json: file_name must be a text"),
         ({"package.json": "{}"}, "package.json is no COCO file"),
         ({"a/0.png": None, "b/0.png": None, "a.json": ["0.png"]}, "0.png is missing"),
+        (
+            {"a/0.png": None, "b/0.jpg": None, "labelTxt/0.txt": DOTA},
+            "labelTxt/0 is missing, or several have its name",
+        ),
         ({"val/0.png": None, "train.json": [r"train\0.png"]}, r"train\\0.png is missing"),
     ],
 )

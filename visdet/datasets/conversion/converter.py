@@ -143,7 +143,11 @@ def _readable(pictures: Iterable[Picture], source: Source) -> list[Picture]:
                 shown_size, stored_size = sizes_of(image)
                 more = extra_frames(image)
         except UserError as error:
-            missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"
+            missing = (
+                "is missing, or several have its name"
+                if isinstance(error, MissingFileError)
+                else "cannot be read"
+            )
             left_out.pictures[f"image {path} {missing}"] += 1
             left_out.boxes["boxes of images that are missing or cannot be read"] += len(picture.boxes)
             continue

@@ -112,9 +112,12 @@ class Source:
         return pictures_below(self.root)
 
     @cached_property
-    def name_of_stem(self) -> dict[str, str]:
-        """The names of the image files, by what they are without their suffixes."""
-        return {path.stem: path.name for path in self.pictures}
+    def by_stem(self) -> dict[str, list[Path]]:
+        """The image files, by their names without the suffixes."""
+        found: dict[str, list[Path]] = {}
+        for path in self.pictures:
+            found.setdefault(path.stem, []).append(path)
+        return found
 
     def boxes_in_lines(
         self, file: Path, read: Callable[[list[str]], Box], headers: tuple[str, ...] = ()
@@ -129,8 +132,9 @@ class Source:
                     yield read(line.split())
 
     def picture_like(self, file: Path, split: str = "") -> Path:
-        """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""
-        return self.picture(self.name_of_stem.get(file.stem, file.stem), file, split)
+        """Return the image nearest to a file whose name is that of the file but for the suffix; see :meth:`picture`."""
+        beside = file.with_suffix("")
+        return self._nearest(self.by_stem.get(file.stem, []), beside, file.parent, split) or beside
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
@@ -142,9 +146,9 @@ class Source:
     def picture(self, name: str, table: Path, split: str = "") -> Path:
         """Return the file of an image that a table names, or a path that does not exist.
 
-        It is looked for beside the table and in the root. If it is not there, the files of the same name below the root
-        are compared: that one is taken which has most folders in common with the name, then with the place of the
-        table, but none of another split.
+        It is looked for beside the table, in the folder above it and in the root. If it is not there, the files of the
+        same name below the root are compared: that one is taken which has most folders in common with the name, then
+        with the place of the table, but none of another split.
 
         Args:
             name: the name or the path in the table, which may be one of another computer, or of Windows.
@@ -152,21 +156,28 @@ class Source:
         """
         folder = table.parent
         given = PureWindowsPath(name)  # Both / and \ separate its parts.
-        bases = (folder, self.root, folder.parent)
+        bases = (folder, folder.parent, self.root)
         for base, sub, written in product(bases, ("", "images"), (name, given.as_posix())):
             path = base / sub / written
             if path.is_file():
                 return path
-        split = split_of(given.parent) or split
+        paths = self._by_name[given.name.lower()]
+        return self._nearest(paths, given, folder, split_of(given.parent) or split) or folder / name
+
+    def _nearest(self, paths: Iterable[Path], name: PurePath, folder: Path, split: str) -> Path | None:
+        """Return the one of some images that has most folders in common with a name, then with a folder, if it is one.
+
+        If ``split`` is one, none of another split is taken.
+        """
         ranked = defaultdict(list)
-        for path in self._by_name[given.name.lower()]:
+        for path in paths:
             there = path.parent
             if split and self.file_split(path) not in ("", split):
                 continue
             num_near = len(set(folder.parts) & set(there.parts))
-            ranked[_common_end(given.parent.parts, there.parts), num_near].append(path)
+            ranked[_common_end(name.parent.parts, there.parts), num_near].append(path)
         best = ranked[max(ranked)] if ranked else []
-        return best[0] if len(best) == 1 else folder / name
+        return best[0] if len(best) == 1 else None
 
     def folder(self, name: str, base: str = "") -> Path | None:
         """Return the folder or the list that a table names, which may be a path of another computer or of Windows."""

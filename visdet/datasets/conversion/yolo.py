@@ -53,7 +53,7 @@ def read_yolo(source: Source) -> Iterator[Picture]:
         yield picture
     # The images of labels that data.yaml does not name are counted as images without annotations.
     for file in files_below(root, "[Ll]abels/**/*.txt"):
-        if file.resolve() not in read and file.stem not in source.name_of_stem and file.name not in _CLASSES:
+        if file.resolve() not in read and file.stem not in source.by_stem and file.name not in _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
 
 
