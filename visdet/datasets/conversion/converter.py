@@ -46,6 +46,9 @@ def convert(
 ) -> tuple[list[Path], list[str]]:
     """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
 
+    The others of these files that an earlier conversion has written are removed: their pictures may be of another split
+    now.
+
     Paths of images are relative to ``root``. The category ids of COCO files stay. Boxes are written as they are, also
     beyond their image. Outlines of four points stay as the ``segmentation``, which ``box_type='rbox'`` of a CocoDataset
     reads, with their corners put in order where two sides cross. The split of an image is that of its table, or that
@@ -99,6 +102,11 @@ def convert(
             raise UserError(f"{file} exists and was not written by {MAKER}; give another folder")
     for file, text in texts.items():
         write_atomically(file, text)
+    for split in ("train", "val", "test"):
+        file = out / f"{split}.json"
+        if file not in texts and file.is_file() and is_ours(file):
+            file.unlink()
+            left_out.remarks["files of an earlier conversion that are removed"].append(file)
     lines = left_out.lines()
     return list(texts), [*left_out.remark_lines(), *lines, *([summary] if lines else [])]
 
