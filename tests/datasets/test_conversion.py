@@ -175,7 +175,7 @@ def roboflow_coco(root):
 
 
 def label_studio(root):
-    pictures(root, "a.png")
+    pictures(root, "a.png", "b.png", "c.png", "d.png")
 
     def region(label, x, y, width, height, rotation, kind="rectanglelabels"):
         value = dict(
@@ -194,6 +194,9 @@ def label_studio(root):
     tasks = [
         dict(id=1, data=data, annotations=annotations),
         dict(id=2, data="none", annotations=[]),
+        dict(id=3, data=dict(image="b.png"), annotations=[]),
+        dict(id=4, data=dict(image="c.png"), annotations=annotations[:1]),
+        dict(id=5, data=dict(image="d.png"), annotations=[dict(result=[])]),
     ]
     write_json(root / "export.json", tasks)
 
@@ -205,12 +208,12 @@ def label_studio(root):
         (roboflow_dota, ["line 5 of"]),
         (yolo_obb, []),
         (roboflow_coco, []),
-        (label_studio, ["ellipselabels", "NoneType", "task 1 of"]),
+        (label_studio, ["ellipselabels", "NoneType", "task 1 of", "c.png (2 times)"]),
     ],
 )
 def test_turned_boxes_keep_their_corners(tmp_path, make, left_out):
     make(tmp_path)
-    [file], skipped = convert(tmp_path, tmp_path, left_out_share=1)
+    [file], skipped = convert(tmp_path, tmp_path, val_share=0, left_out_share=1)
     assert len(skipped) == (len(left_out) and len(left_out) + 1)
     assert_says(skipped, left_out)
     content = load_coco_json(str(file))
@@ -221,7 +224,7 @@ def test_turned_boxes_keep_their_corners(tmp_path, make, left_out):
     if make is not roboflow_coco:
         assert bolt["bbox"] == pytest.approx([20, 20, 44.6410162, 37.3205081])
     assert bool(nut.get("ignore")) == (make in (dota, roboflow_dota)) and not bolt.get("ignore")
-    assert convert(tmp_path, tmp_path, left_out_share=1)[0] == [file]
+    assert convert(tmp_path, tmp_path, val_share=0, left_out_share=1)[0] == [file]
     images = dict(data_root=str(tmp_path), ann_file=file.name, metainfo=dict(classes=("bolt", "nut")))
     assert len(CocoDataset(box_type="rbox", **images)[0]["instances"][0]["bbox"]) == 8
 

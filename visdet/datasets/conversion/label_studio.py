@@ -21,25 +21,31 @@ def is_label_studio(file: Path) -> bool:
 
 
 def read_label_studio(source: Source) -> Iterator[Picture]:
-    """Yield the picture of each task, with the rectangles of the first annotation that was not cancelled."""
+    """Yield the picture of each task, with the rectangles of the first annotation that was not cancelled.
+
+    A task without such an annotation is left out, since nobody has said that its image holds no object.
+    """
     for file in filter(is_label_studio, files_below(source.root, "*.json")):
         for number, task in enumerate(read_json(file)):
             with counted(source.left_out.pictures, f"task {number} of {file}"):
-                yield _picture(task, file, source)
+                yield from _pictures(task, file, source)
 
 
-def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
+def _pictures(task: dict[str, Any], file: Path, source: Source) -> Iterator[Picture]:
     path = _path_of(task["data"], file, source)
     picture = Picture(path)
     kept = (entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled"))
-    for item in next(kept, ()):
+    result = next(kept, None)
+    if result is None:
+        return
+    for item in result:
         with counted(source.left_out.boxes, f"a region of {path} in {file}"):
             if item["type"] != "rectanglelabels" or item.get("image_rotation"):
                 raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")
             value, size = item["value"], (item["original_width"], item["original_height"])
             picture.size = size
             picture.boxes.append(checked_box(value["rectanglelabels"][0], _points_of(value, size)))
-    return picture
+    yield picture
 
 
 def _path_of(data: dict[str, Any], file: Path, source: Source) -> Path:
