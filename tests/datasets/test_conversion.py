@@ -56,11 +56,11 @@ def pose(root):
 
 
 def voc(root, suffix=".png", width="100"):
-    pictures(root / "JPEGImages", "a.png", "b.png")
-    for name in ("a", "b", "gone"):
+    pictures(root / "JPEGImages", "a.png", "b.png", "c.png")
+    for name in ("a", "b", "c", "gone"):
         text = VOC.format(name=f"{name}{suffix}").replace("100", width)
         write(root / "Annotations" / f"{name}.xml", text)
-    write(root / "ImageSets/Main/train.txt", "a\n")
+    write(root / "ImageSets/Main/train.txt", "a\ngone\n")
     write(root / "ImageSets/Main/val.txt", "b\n")
 
 
@@ -101,7 +101,7 @@ def coco(root):
         (yolo, (2, 2), ["line 3 of", "no box of a class", "gone.txt is of no image"]),
         (lambda root: yolo(root, "{1: nut, 0: bolt}"), (2, 2), ["line 3 of"]),
         (pose, (2, 2), ["gone.txt is of no image"]),
-        (voc, (1, 1), ["an object nut has no class or no bndbox", "gone.png is missing"]),
+        (voc, (1, 1), ["an object nut has no class or no bndbox", "gone.png is missing", "c.png"]),
         (lambda root: voc(root, "", "100.0"), (1, 1), []),
         (roboflow_csv, (2, 2), ["line 5 of", "gone.png is missing"]),
         (one_csv, (1, 1), ["line 5 of", "gone.png is missing"]),

@@ -25,6 +25,7 @@ VOC = (
     "<annotation><filename>{}</filename><object><name>bolt</name><bndbox><xmin>40</xmin><ymin>30</ymin><xmax>60</xmax>"
     "<ymax>50</ymax></bndbox></object></annotation>"
 )
+CSV = "image,label,x1,y1,x2,y2,{}\n0.png,bolt,40,30,60,50,{}\n"
 DOTA = "40 30 60 30 60 50 40 50 bolt 0"
 
 
@@ -125,6 +126,15 @@ LAYOUTS = {
         "train",
     ),
     "one image in data.yaml": (yolo("images/0.png", data="train: images/0.png\nnames: [bolt]"), "train"),
+    "voc, trainval": (
+        {
+            "0.png": None,
+            "0.xml": VOC.format("0.png"),
+            "ImageSets/Main/trainval.txt": "0",
+            "ImageSets/Main/test.txt": "1",
+        },
+        "train",
+    ),
     "voc, no suffix": ({"JPEGImages/0.jpg": None, "Annotations/0.xml": VOC.format("0")}, "train"),
     "voc, Windows": ({"images/0.jpg": None, "Annotations/0.xml": VOC.format(r"C:\a\0.jpg")}, "train"),
     "voc, nested": ({"images/b/0.JPG": None, "Annotations/b/0.xml": VOC.format("0.jpg")}, "train"),
@@ -143,6 +153,9 @@ LAYOUTS = {
         {"a.csv": "image;label;x1;y1;x2;y2\nö.png;bolt;40;30;60;50\n".encode("utf-16"), "ö.png": None},
         "train",
     ),
+    "csv, split": ({"0.png": None, "train.csv": CSV.format("split", "test")}, "test"),
+    "csv, subset": ({"train/0.png": None, "a.csv": CSV.format("Subset", "valid")}, "val"),
+    "csv, set": ({"0.png": None, "a.csv": CSV.format("set", "VALIDATION")}, "val"),
     "coco, UTF-16": ({"a.json": json.dumps(coco_of(["0.png"])).encode("utf-16"), "0.png": None}, "train"),
     "coco, other computer": ({"a.json": [r"D:\me\images\0.png"], "my/images/0.png": None}, "train"),
     "captions beside instances": (
@@ -204,6 +217,12 @@ def test_equal_names_in_two_splits_stay_apart(tmp_path, files):
     write(tmp_path, files)
     train, val = (name for name, content in files.items() if content is None)
     assert converted(tmp_path) == ({"train": [train], "val": [val]}, [])
+
+
+def test_a_value_that_is_no_split_is_said(tmp_path):
+    write(tmp_path, {"0.png": None, "a.csv": CSV.format("split", "holdout")})
+    found, (line,) = converted(tmp_path)
+    assert "train" in found and line.endswith("neither train nor val nor test: 1 (0.png: holdout)")
 
 
 @pytest.mark.parametrize("code", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])

@@ -80,7 +80,9 @@ def convert(
         raise InvalidInputError(f"{root} has no images with annotations in the format {kind}{found}")
     named = {picture.path.resolve() for picture in read}
     unnamed = [path for path in source.pictures if path.resolve() not in named]
-    left_out.others[f"an image without annotations: {listed(unnamed, 3)}"] += len(unnamed)
+    left_out.others[f"an image without annotations, or in no list of a split: {listed(unnamed, 3)}"] += len(
+        unnamed
+    )
     num_boxes = sum(len(picture.boxes) for picture in pictures)
     summary, share = left_out.summary(len(pictures), num_boxes)
     if share > left_out_share:

@@ -2,9 +2,9 @@
 
 import csv
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from .source import Picture, Source, checked_box, counted, files_below, text_of
+from .source import Picture, Source, checked_box, counted, files_below, split_of, text_of
 
 _COLUMNS = {
     "image": ("image", "filename", "image_path", "file", "path", "file_name", "image_id"),
@@ -14,11 +14,12 @@ _COLUMNS = {
     "xmax": ("xmax", "x2"),
     "ymax": ("ymax", "y2"),
 }
+_SPLITS = ("split", "subset", "set")
 _SIZES = (("width", "image_width", "img_width"), ("height", "image_height", "img_height"))
 
 
 def read_csv(source: Source) -> Iterator[Picture]:
-    """Yield the pictures of all tables."""
+    """Yield the pictures of all tables. A column of splits outranks the name of the table."""
     for file in files_below(source.root, "*.csv"):
         with counted(source.left_out.others, file):
             yield from _pictures(file, source)
@@ -37,17 +38,25 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
     if lacking:
         raise ValueError(f"there is no column {', '.join(lacking)}; the header is {', '.join(header)}")
     sizes = [column_of(names) for names in _SIZES]
-    split = source.table_split(file)
-    pictures: dict[str, Picture] = {}
+    split_column = column_of(_SPLITS)
+    table_split = source.table_split(file)
+    pictures: dict[tuple[str, str], Picture] = {}
     for number, row in enumerate(rows, start=2):
         image, label, *sides = (row[column].strip() for column in columns.values())  # type: ignore[index]
-        if image not in pictures:
-            pictures[image] = Picture(source.picture(image, file, split), split)
+        given = row[split_column] if split_column else ""
+        said = split_of(PurePath(given))
+        key = (image, said)
+        if key not in pictures:
+            pictures[key] = Picture(source.picture(image, file, table_split), said or table_split)
+            if given and not said:
+                unknown = f"images whose {split_column} in {file} is neither train nor val nor test"
+                source.left_out.remarks[unknown].append(f"{image}: {given}")
+        picture = pictures[key]
         with counted(source.left_out.boxes, f"line {number} of {file}"):
             if None not in sizes:
                 width, height = (float(row[column] or 0) for column in sizes)  # type: ignore[index]
-                pictures[image].size = (width, height)
+                picture.size = (width, height)
             if any(sides):  # An image without boxes has a row without numbers.
                 corners = [side.replace(",", ".") for side in sides]
-                pictures[image].boxes.append(checked_box(label, corners))
+                picture.boxes.append(checked_box(label, corners))
     return pictures.values()

@@ -6,18 +6,25 @@ from xml.etree import ElementTree
 
 from .source import Picture, Source, checked_box, counted, files_below, text_of
 
+_LISTS = {
+    "trainval": "train",
+    "test": "test",
+    "val": "val",
+    "train": "train",
+}  # with their splits; the last one counts
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def read_voc(source: Source) -> Iterator[Picture]:
-    """Yield the picture of each XML file."""
+    """Yield the picture of each XML file, or of those that the lists of ImageSets/Main name, if there are some."""
     split_of_stem: dict[str, str] = {}
-    for split in ("test", "val", "train"):
-        for file in source.root.glob(f"**/ImageSets/Main/{split}.txt"):
+    for name, split in _LISTS.items():
+        for file in source.root.glob(f"**/ImageSets/Main/{name}.txt"):
             split_of_stem |= dict.fromkeys(text_of(file).split(), split)
     for file in files_below(source.root, "*.xml"):
-        with counted(source.left_out.pictures, file):
-            yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
+        if not split_of_stem or file.stem in split_of_stem:
+            with counted(source.left_out.pictures, file):
+                yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
 
 
 def _picture(file: Path, split: str, source: Source) -> Picture:

@@ -51,7 +51,7 @@ def read_yolo(source: Source) -> Iterator[Picture]:
         if label.is_file():
             picture.boxes += source.boxes_in_lines(label, read_box)
         yield picture
-    # The images of labels that data.yaml does not name are counted as images without annotations.
+    # The images of labels that data.yaml does not name are counted as images in no list.
     for file in files_below(root, "[Ll]abels/**/*.txt"):
         if file.resolve() not in read and file.stem not in source.by_stem and file.name not in _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
