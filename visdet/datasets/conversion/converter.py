@@ -46,8 +46,8 @@ def convert(
 ) -> tuple[list[Path], list[str]]:
     """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
 
-    The others of these files that an earlier conversion has written are removed: their pictures may be of another split
-    now.
+    The others of these files that an earlier conversion has written stay, and the lines name them: their pictures may
+    be of another split now.
 
     Paths of images are relative to ``root``. The category ids of COCO files stay. Boxes are written as they are, also
     beyond their image. Outlines of four points stay as the ``segmentation``, which ``box_type='rbox'`` of a CocoDataset
@@ -107,8 +107,9 @@ def convert(
     for split in ("train", "val", "test"):
         file = out / f"{split}.json"
         if file not in texts and file.is_file() and is_ours(file):
-            file.unlink()
-            left_out.remarks["files of an earlier conversion that are removed"].append(file)
+            left_out.remarks[
+                "files of an earlier conversion, whose pictures may be of another split now"
+            ].append(file)
     lines = left_out.lines()
     return list(texts), [*left_out.remark_lines(), *lines, *([summary] if lines else [])]
 

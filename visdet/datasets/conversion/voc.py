@@ -6,12 +6,8 @@ from xml.etree import ElementTree
 
 from .source import Picture, Source, checked_box, counted, files_below, text_of
 
-_LISTS = {
-    "trainval": "train",
-    "test": "test",
-    "val": "val",
-    "train": "train",
-}  # with their splits; the last one counts
+# Lists and the splits that they mean. The last list that names an image counts.
+_LISTS = {"trainval": "train", "test": "test", "val": "val", "train": "train"}
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
