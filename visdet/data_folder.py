@@ -141,7 +141,7 @@ def evaluate(
             folder = os.path.join("work_dirs", f"{root.name}_test")
             work_dir = agreed_folder(folder, launcher, for_training=False)
         with no_empty_folders(str(work_dir)):
-            files = _converted(root, Path(work_dir))
+            files, _ = _converted(root, Path(work_dir))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
         dataset = {
             "data_root": f"{root}/",
@@ -173,13 +173,13 @@ def config_for(root: Path, base: str, folder: Path) -> str:
     file = folder / "data" / f"{root.name}.py"  # The run writes the whole config beside the checkpoints.
     if is_main_process():
         check_work_dir(folder)
-        files = _converted(root, folder)
+        files, contents = _converted(root, folder)
         if not {"train", "val"} <= files.keys():
             raise UserError(
                 f"{root} has nothing to train on: its images are for {' and '.join(files)}, and one for training and "
                 "one for validation are needed"
             )
-        content = _content(files["train"])
+        content = contents["train"]
         classes = tuple(category["name"] for category in content["categories"])
         corners = [corners_of(annotation) for annotation in content["annotations"]]
         if base == _base_of(_MODEL) and corners and all(corners):
@@ -190,7 +190,7 @@ def config_for(root: Path, base: str, folder: Path) -> str:
         parts = {split: str(files.get(split, files["val"])) for split in ("train", "val", "test")}
         text = _CONFIG.format(base=base, root=f"{root}/", classes=classes, **parts)
         if base.endswith("dino-small_coco.py"):
-            interval = _EVERY * math.ceil(_count(files["val"]) / _IMAGES_OF_VALIDATION)
+            interval = _EVERY * math.ceil(len(contents["val"]["images"]) / _IMAGES_OF_VALIDATION)
             text += f"train_cfg = dict(val_interval={interval})\n"
         write_atomically(file, text)
         say(f"{file}:\n{text}")
@@ -198,36 +198,28 @@ def config_for(root: Path, base: str, folder: Path) -> str:
     return str(file)
 
 
-def _converted(root: Path, folder: Path) -> dict[str, Path]:
-    """Write COCO files of a data set into a folder of a run, and return them by their splits."""
+def _converted(root: Path, folder: Path) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
+    """Write COCO files of a data set into a folder of a run, and return them and their contents by their splits."""
     from visdet.datasets.coco_report import coco_report
     from visdet.datasets.conversion import convert
+    from visdet.structures.coco_json import load_coco_json
 
     files, lines = convert(root, (folder / "data").resolve())
     found = {file.stem: file for file in files}
+    contents: dict[str, dict[str, Any]] = {}
     for line in lines:
         say(line)
     parts = []
     for split in ("train", "val", "test"):
         if split not in found:
             continue
-        content = _content(found[split])
+        content = contents[split] = load_coco_json(found[split])
         _, *remarks = coco_report(content, str(root))
         for remark in remarks:
             say(f"{split}: {remark}")
         parts.append(f"{len(content['images'])} images for {split}")
     say(f"data: {', '.join(parts)}")
-    return found
-
-
-def _content(file: Path) -> dict[str, Any]:
-    from visdet.structures.coco_json import load_coco_json
-
-    return load_coco_json(file)
-
-
-def _count(file: Path) -> int:
-    return len(_content(file)["images"])
+    return found, contents
 
 
 def _base_of(model: str) -> str:
