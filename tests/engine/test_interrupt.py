@@ -50,7 +50,7 @@ def interrupted(folder, number, at, options, stage="train") -> str:
     arguments = f"pathlib.Path({str(folder)!r}), {int(number)}, {at}, {stage!r}, {options!r}"
     code = f"import pathlib, test_interrupt\ntest_interrupt.run({arguments})"
     here = Path(__file__).resolve().parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here}"}
+    environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here.parent}:{here}"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, start_new_session=True, timeout=100
