@@ -9,7 +9,7 @@ import torch
 from datasets.driving_files import driving_infos, driving_scenes
 from numpy.testing import assert_allclose, assert_array_equal
 
-from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
+from visdet.datasets import NuScenes3DDetTrackDataset, nuscenes, save_infos
 from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
 from visdet.errors import UserError, hints_of
 
@@ -38,6 +38,18 @@ def dataset_of(tmp_path):
         return NuScenes3DDetTrackDataset(str(tmp_path / "infos.npz"), **arguments)
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("resize_lim", "test_mode", "count"),
+    [((0.4, 0.47), False, 0), ((0.8, 1.0), False, 1), ((0.8, 1.0), True, 0)],
+)
+def test_another_scale_in_tests_is_told(dataset_of, infos, logged, resize_lim, test_mode, count):
+    said = logged(nuscenes)
+    conf = AUGMENTATION | {"resize_lim": resize_lim}
+    dataset_of(infos, data_aug_conf=conf, test_mode=test_mode)
+    assert [text for text in said if "by resize_lim = 0.8 to 1, and tests by 0.44" in text] == said
+    assert len(said) == count
 
 
 def changed(infos, index, **values):

@@ -18,6 +18,8 @@ B = torch.tensor([2.0, 1.0, 6.0, 3.0])  # area 8; shares 2 x 1 with A; the hull 
 def test_overlap_by_hand(mode, expected):
     assert float(elementwise_overlaps(A, B, mode)) == pytest.approx(expected)
     assert float(elementwise_overlaps(A, A, mode)) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="elementwise_overlaps: mode must be"):
+        elementwise_overlaps(A, B, "diou")
 
 
 def test_overlap_of_all_pairs_and_of_nothing():

@@ -32,6 +32,12 @@ def data_aug_conf(
     """Do nothing. The arguments are what a ``data_aug_conf`` must have."""
 
 
+def factor_of_tests(conf: dict[str, Any]) -> float:
+    """Return the least factor by which resized images cover ``final_dim``."""
+    height, width = conf["final_dim"]
+    return max(height / conf["H"], width / conf["W"])
+
+
 def drawn_augmentation(
     conf: dict[str, Any], test_mode: bool, rng: np.random.Generator | None = None
 ) -> dict[str, Any]:
@@ -48,7 +54,7 @@ def drawn_augmentation(
     height, width = conf["H"], conf["W"]
     final_height, final_width = conf["final_dim"]
     if test_mode:
-        resize = max(final_height / height, final_width / width)
+        resize = factor_of_tests(conf)
         bottom, share_left = float(np.mean(conf["bot_pct_lim"])), 0.5
         flip, rotate, rotate_3d = False, 0.0, 0.0
     else:

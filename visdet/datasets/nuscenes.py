@@ -18,7 +18,7 @@ from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
-from .augmentation import NOT_RANDOM, drawn_augmentation
+from .augmentation import NOT_RANDOM, drawn_augmentation, factor_of_tests
 from .augmentation import data_aug_conf as check_augmentation
 from .frame_records import check_frame, lidar_to_global
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
@@ -120,15 +120,17 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.test_mode = test_mode
         self.use_valid_flag = use_valid_flag
         self.data_aug_conf = data_aug_conf
+        self._warned_about: set[str] = set()
         if data_aug_conf is not None:
             check_augmentation(**({**NOT_RANDOM, **data_aug_conf} if test_mode else data_aug_conf))
+            if not test_mode:
+                self._compare_scales(data_aug_conf)
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
         given = self.METAINFO | (metainfo or {})
         self.CLASSES = tuple(classes or given["classes"])
         self.MAP_CLASSES = tuple(map_classes or given["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
-        self._warned_about: set[str] = set()
         with where_to_get(_where_from(ann_file, data_root)):
             self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes, self._all_times = sort_frames(self._infos, str(ann_file))
@@ -275,6 +277,16 @@ class NuScenes3DDetTrackDataset(Dataset):
         if label < 0 and (hint := look_alike(name, self.CLASSES)):
             raise InvalidInputError(f"{where}: gt_names has {name!r}, which is no class: {hint}")
         return label
+
+    def _compare_scales(self, conf: dict) -> None:
+        factor = factor_of_tests(conf)
+        low, high = conf["resize_lim"]
+        if not low <= factor <= high:
+            self._warn_once(
+                "resize_lim",
+                f"data_aug_conf: training resizes images by resize_lim = {low:g} to {high:g}, and tests by "
+                f"{factor:.3g}, so that they cover final_dim. Objects have other sizes there",
+            )
 
     def _warn_once(self, about: str, text: str) -> None:
         """Log a warning, unless there has been one about the same key."""

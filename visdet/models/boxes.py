@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from visdet.errors import check_choice
+
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
     """Return the corners (x1, y1, x2, y2) [..., 4] of boxes given by centre and size (cx, cy, w, h) [..., 4]."""
@@ -55,6 +57,7 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
 
     Source: Rezatofighi et al., Generalized Intersection over Union, CVPR 2019.
     """
+    check_choice("elementwise_overlaps: mode", mode, ("iou", "giou"))
     low_a, high_a = boxes_a.split(2, dim=-1)
     low_b, high_b = boxes_b.split(2, dim=-1)
     intersection = area_of((torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0))
