@@ -14,18 +14,22 @@ from ..point_neighbours import row_ranges
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
 
 
+def _places(rows: Tensor) -> Tensor:  # [N, 2 * K] -> [N, K, 2] float64
+    return exact(rows).unflatten(1, (-1, 2))
+
+
 def _origin_beside(points: Tensor) -> Tensor:  # [N, 2 * K] -> [N, 1, 2] float64
     """Return an origin for each row of points (x, y), such that results are as exact wherever these are.
 
     They are at least as far from it as they are apart, up to a power of two, which leaves whole numbers whole.
     """
-    low, high = exact(points).unflatten(1, (-1, 2)).aminmax(dim=1, keepdim=True)
+    low, high = _places(points).aminmax(dim=1, keepdim=True)
     extent = (high - low).amax(2, keepdim=True)
     return low - torch.where(extent > 0, extent / extent.frexp().mantissa, extent)
 
 
 def _moved(points: Tensor, by: Tensor) -> Tensor:
-    return (exact(points).unflatten(1, (-1, 2)) + by).flatten(1)
+    return (_places(points) + by).flatten(1)
 
 
 @torch.no_grad()
@@ -94,8 +98,8 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
 def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
     """Return what the operator ``visdet::convex_iou`` returns, in plain torch."""
-    hulls = _hulls(pointsets.double().view(-1, 9, 2))
-    q = polygons.double().view(-1, 4, 2)
+    hulls = _hulls(_places(pointsets))
+    q = _places(polygons)
     areas = polygon_area(q)
     ious = pointsets.new_empty(len(hulls), len(q))
     for rows in row_ranges(len(hulls), 36 * len(q)):  # numbers of a set and a polygon
@@ -142,7 +146,7 @@ def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, 
     """
     with torch.enable_grad():
         leaf = exact(pointsets).requires_grad_()
-        points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
+        points, q = leaf.view(-1, 9, 2), _places(polygons)
         p = _hulls(points)
         areas, q_areas, common = (
             polygon_area(p),
@@ -183,7 +187,7 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
 
 def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
     """Return what the operator ``visdet::min_area_polygons`` returns, in plain torch."""
-    hull = _hulls(pointsets.double().view(-1, 9, 2))
+    hull = _hulls(_places(pointsets))
     edges = hull.roll(-1, 1) - hull
     angle = torch.atan2(edges[..., 1], edges[..., 0]).remainder(math.pi / 2)  # [N, edge]
     cosine, sine = angle.cos(), angle.sin()
