@@ -49,8 +49,9 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
     # point that is so near to it that both may follow.
     has_no_other = (side >= -slack[..., None]).all(-1) & (length > 0)
     successor = torch.where(has_no_other, length, -1.0).argmax(2)  # [N, K]
-    first_row = points[..., 1].amin(1, keepdim=True)
-    start = torch.where(points[..., 1] == first_row, points[..., 0], math.inf).argmin(1, keepdim=True)
+    x, y = points.unbind(2)
+    first_row = y.amin(1, keepdim=True)
+    start = torch.where(y == first_row, x, math.inf).argmin(1, keepdim=True)
     closes = has_no_other.take_along_dim(start[:, None], 2).squeeze(2)
     successor = torch.where(closes, start, successor)
     at, hull, is_closed = start, [start], torch.zeros_like(start, dtype=torch.bool)
@@ -71,7 +72,8 @@ def _hulls(points: Tensor) -> Tensor:
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
+    is_positive = b > 0
+    return torch.where(is_positive, a / torch.where(is_positive, b, 1.0), 0.0)
 
 
 @declared(pointsets="floating [N, 18]", polygons="floating [K, 8]")
