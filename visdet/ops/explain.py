@@ -58,7 +58,7 @@ class Explanation:
             lines.append(f"  {plan.op}: " + (f"path {plan.path!r}" if plan.path else "the only path"))
             lines += [f"    not {path!r}: {reason}" for path, reason in plan.declined]
             for launch in plan.launches:
-                grid = " x ".join(str(size) for size in launch.grid)
+                grid = " x ".join(map(str, launch.grid))
                 shared = launch.static_shared + launch.dynamic_shared
                 lines.append(
                     f"    {launch.kernel}: {grid} blocks of {launch.threads} threads, "
@@ -203,13 +203,13 @@ def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
 
 def _plans_of(notes: list[dict[str, Any]]) -> list[OperatorPlan]:
     plans: list[OperatorPlan] = []
+    plan: OperatorPlan | None = None
     for note in notes:
         kind = note["kind"]
         op = note["op"]
-        is_chosen = bool(plans) and plans[-1].path is not None
-        if not plans or plans[-1].op != op or (kind != "launch" and is_chosen):
-            plans.append(OperatorPlan(op))
-        plan = plans[-1]
+        if plan is None or plan.op != op or (kind != "launch" and plan.path is not None):
+            plan = OperatorPlan(op)
+            plans.append(plan)
         if kind == "declined":
             plan.declined.append((note["path"], note["reason"]))
         elif kind == "chosen":
