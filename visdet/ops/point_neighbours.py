@@ -63,7 +63,7 @@ def _for_each_range(
     found = found or [find(xyz.new_empty(0, xyz.shape[1]))]
     first, second = (torch.cat(parts) for parts in zip(*found, strict=True))
     shape = center_xyz.shape[:2]
-    return first.reshape(*shape, *first.shape[1:]), second.reshape(*shape, *second.shape[1:])
+    return first.unflatten(0, shape), second.unflatten(0, shape)
 
 
 @declared(
