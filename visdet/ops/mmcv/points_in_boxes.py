@@ -1,5 +1,7 @@
 """Points within 3-D boxes, and their features pooled over boxes."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,6 +38,12 @@ def _places(
     return x, y, z, is_inside
 
 
+def _inside_by_rows(points: Tensor, boxes: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield ranges of points [B, N, 3] with whether each of them is in each box, [B, M, points of the range]."""
+    for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
+        yield rows, _places(points[:, rows], boxes)[3]
+
+
 def _constants(points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Return both in the type of coordinates, without gradients."""
     return constant(points, points), constant(boxes, points)
@@ -69,10 +77,9 @@ def points_in_boxes_part(
 def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
     """Return what the operator ``visdet::points_in_boxes_part`` returns, in plain torch."""
     result = points.new_empty(points.shape[:2], dtype=torch.int32)
-    for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
+    for rows, is_inside in _inside_by_rows(points, boxes):
         # Each point counts as within one more box, the last one.
-        is_inside = F.pad(_places(points[:, rows], boxes)[3].int(), (0, 0, 0, 1), value=1)
-        result[:, rows] = is_inside.argmax(1)
+        result[:, rows] = F.pad(is_inside.int(), (0, 0, 0, 1), value=1).argmax(1)
     return result.masked_fill_(result == boxes.shape[1], -1)
 
 
@@ -103,8 +110,8 @@ def points_in_boxes_all(
 def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
     """Return what the operator ``visdet::points_in_boxes_all`` returns, in plain torch."""
     result = points.new_zeros(*points.shape[:2], boxes.shape[1], dtype=torch.int32)
-    for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
-        result[:, rows] = _places(points[:, rows], boxes)[3].transpose(1, 2)
+    for rows, is_inside in _inside_by_rows(points, boxes):
+        result[:, rows] = is_inside.transpose(1, 2)
     return result
 
 
