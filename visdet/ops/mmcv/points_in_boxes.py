@@ -133,10 +133,12 @@ def collect_points(
     points, boxes = _constants(pts, rois)
     keys, indices = [], []
     for rows in row_ranges(len(boxes), len(points)):
-        x, y, z, is_inside = _places(points, boxes[rows])
-        is_inside = is_inside & boxes[rows, 3:6].isfinite().all(1, keepdim=True)
+        some = boxes[rows]
+        extents = some[:, 3:6]
+        x, y, z, is_inside = _places(points, some)
+        is_inside = is_inside & extents.isfinite().all(1, keepdim=True)
         box, point = is_inside.nonzero(as_tuple=True)
-        sides = boxes[rows][box, 3:6]
+        sides = extents[box]
         places = torch.stack([x[box, point], y[box, point], z[box, point]], 1)
         places[:, :2] += sides[:, :2] / 2
         counts = places.new_tensor(size)
@@ -145,7 +147,7 @@ def collect_points(
         indices.append(point)
     voxels = len(rois) * X * Y * Z
     collected = pts.new_zeros(voxels, max_pts_per_voxel, dtype=torch.int32)
-    if keys and voxels:
+    if voxels:
         key, order = torch.cat(keys).sort(stable=True)
         count = key.bincount(minlength=voxels)
         rank = places_in_groups(key, count)
