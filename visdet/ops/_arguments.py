@@ -13,8 +13,10 @@ __all__ = [
     "check_numbers",
     "check_tensor",
     "check_that",
+    "common_constants",
     "computation_dtype",
     "constant",
+    "constants",
     "empty_sum",
     "exact",
     "floating",
@@ -103,6 +105,17 @@ def widened(tensor: Tensor, beside: Tensor) -> Tensor:
 def constant(tensor: Tensor, beside: Tensor) -> Tensor:
     """Return the same without gradients."""
     return widened(tensor.detach(), beside)
+
+
+def constants(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both without gradients, in the type that sums and coordinates have beside the first."""
+    return constant(first, first), constant(second, first)
+
+
+def common_constants(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both without gradients, in the wider one of the types that they are computed in."""
+    wide = torch.promote_types(computation_dtype(first), computation_dtype(second))
+    return first.detach().to(wide), second.detach().to(wide)
 
 
 def exact(tensor: Tensor) -> Tensor:

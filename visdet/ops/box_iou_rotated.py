@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_that, computation_dtype, floating
+from ._arguments import check_that, common_constants, floating
 from ._declared import declared
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
@@ -86,8 +86,7 @@ def overlaps(
     M, N = bboxes1.shape[0], bboxes2.shape[0]
     expected = "be [{}, {}] as bboxes1 where aligned"
     check_that(not aligned or M == N, op, "bboxes2", expected, bboxes2, M, columns)
-    wide = torch.promote_types(computation_dtype(bboxes1), computation_dtype(bboxes2))
-    first, second = (boxes.detach().to(wide) for boxes in (bboxes1, bboxes2))
+    first, second = common_constants(bboxes1, bboxes2)
     if not clockwise:
         first, second = turned_back(first), turned_back(second)
     return _overlaps(first, second, MODES.index(mode), aligned).to(floating(bboxes1))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_that, constant, numbers_to, places_in_groups
+from ._arguments import check_that, constants, numbers_to, places_in_groups
 from ._declared import declared
 
 __all__ = [
@@ -106,7 +106,7 @@ def ball_query(
 def _in_balls(
     xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
 ) -> Tensor:
-    points, centers = constant(xyz, xyz), constant(center_xyz, xyz)
+    points, centers = constants(xyz, center_xyz)
     return _ball_query(points, centers, low, high, count, is_stacked)
 
 
@@ -225,7 +225,7 @@ def knn(
     Source: mmcv's ``knn(k, xyz, center_xyz, transposed=False)`` returns the indices alone, [B, k, M], and reads three
         numbers for each point whatever D is. ``visdet.compat`` provides mmcv's entry.
     """
-    points, centers = constant(xyz, xyz), constant(center_xyz, xyz)
+    points, centers = constants(xyz, center_xyz)
     has_kernel = xyz.shape[2] == 3 and k <= _library.CONSTANTS.get("max_neighbours", 0)
     return (_knn if has_kernel else knn_reference)(points, centers, k)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype, exact, widened
+from .._arguments import common_constants, exact, widened
 from .._declared import declared
 from ..box_iou_rotated import cross_of, polygon_area, shared_area
 from ..point_neighbours import row_ranges
@@ -269,8 +269,7 @@ def chamfer_distance(
 
     Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
     """
-    wide = torch.promote_types(computation_dtype(xyz1), computation_dtype(xyz2))
-    points1, points2 = xyz1.detach().to(wide), xyz2.detach().to(wide)
+    points1, points2 = common_constants(xyz1, xyz2)
     nearest1, nearest2 = _nearest_points(points1, points2), _nearest_points(points2, points1)
     return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1, nearest2
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import constant, empty_sum, numbers_to, places_in_groups, widened
+from .._arguments import constants, empty_sum, numbers_to, places_in_groups, widened
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -44,11 +44,6 @@ def _inside_by_rows(points: Tensor, boxes: Tensor) -> Iterator[tuple[slice, Tens
         yield rows, _places(points[:, rows], boxes)[3]
 
 
-def _constants(points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the type of coordinates, without gradients."""
-    return constant(points, points), constant(boxes, points)
-
-
 @declared(points="real [B, N, 3]", boxes="real [B, M, 7]")
 def points_in_boxes_part(
     points: Tensor,  # [B, N, 3]
@@ -71,7 +66,7 @@ def points_in_boxes_part(
 
     Source: The signature is mmcv's.
     """
-    return _points_in_boxes_part(*_constants(points, boxes))
+    return _points_in_boxes_part(*constants(points, boxes))
 
 
 def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
@@ -104,7 +99,7 @@ def points_in_boxes_all(
 
     Source: The signature is mmcv's.
     """
-    return _points_in_boxes_all(*_constants(points, boxes))
+    return _points_in_boxes_all(*constants(points, boxes))
 
 
 def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
@@ -130,7 +125,7 @@ def collect_points(
 ) -> Tensor:  # [M, *size, max_pts_per_voxel] int32
     """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
     X, Y, Z = size
-    points, boxes = _constants(pts, rois)
+    points, boxes = constants(pts, rois)
     keys, indices = [], []
     for rows in row_ranges(len(boxes), len(points)):
         some = boxes[rows]
@@ -282,7 +277,7 @@ def roipoint_pool3d(
 
     Source: Paper "PointRCNN" (Shi et al.). The signature is mmcv's.
     """
-    inside, boxes = _constants(points, boxes3d)
+    inside, boxes = constants(points, boxes3d)
     B, N = points.shape[:2]
     # The gradient of a point in many boxes is a sum, which needs float32.
     values = torch.cat([widened(one, point_features) for one in (points, point_features)], 2)
