@@ -1,13 +1,14 @@
 """The tables of a flattened pyramid's levels (shapes and first rows) in the form that the attention kernels read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ._arguments import integer_table, starts_of
 from ._library import CONSTANTS
 
-__all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
+__all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables", "rows_of_tables"]
 
 # A CUDA kernel takes the tables of up to this many levels as an argument. It reads longer tables from the device.
 MAX_HOST_LEVELS = CONSTANTS.get("max_host_levels", 0)
@@ -16,6 +17,11 @@ MAX_HOST_LEVELS = CONSTANTS.get("max_host_levels", 0)
 def level_starts_of(level_shapes: Tensor) -> Tensor:
     """Return the first row [L] of each level [L, 2] (height, width) of a flattened pyramid without gaps."""
     return starts_of(level_shapes.prod(1))
+
+
+def rows_of_tables(level_shapes: Tensor, level_starts: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Return the rows of both tables, side by side, as lists and numbers of Python."""
+    return zip(level_shapes.tolist(), level_starts.tolist(), strict=True)
 
 
 def level_tables(

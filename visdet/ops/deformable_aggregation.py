@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _library, _registration
 from ._arguments import check_that, integer_table, starts_of, widened
 from ._declared import declared
+from ._level_tables import rows_of_tables
 
 __all__ = [
     "deformable_aggregation",
@@ -90,7 +91,7 @@ def deformable_aggregation_reference(
     B, _, C = features.shape
     Q = weights.shape[1]
     out = locations.new_zeros(B, Q, C)
-    for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
+    for camera, (shapes, starts) in enumerate(rows_of_tables(level_shapes, level_starts)):
         location = locations[:, :, :, camera]  # [B, Q, P, 2]
         is_visible = ((location > 0) & (location < 1)).all(-1, keepdim=True)  # [B, Q, P, 1]
         grid = torch.where(is_visible, 2 * location - 1, -3.0)
@@ -173,7 +174,7 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
 
 def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
-    tables = zip(level_shapes.tolist(), level_starts.tolist(), strict=True)
+    tables = rows_of_tables(level_shapes, level_starts)
     for shapes, cameras in groupby(tables, itemgetter(0)):
         starts = [of_camera for _, of_camera in cameras]
         maps = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _registration
 from ._arguments import widened
 from ._declared import declared
+from ._level_tables import rows_of_tables
 from .deformable_aggregation import as_tables, weighted_sum
 
 __all__ = ["deformable_aggregation_with_depth", "deformable_aggregation_with_depth_reference"]
@@ -78,7 +79,7 @@ def deformable_aggregation_with_depth_reference(
     _, Q, P, *_ = weights.shape
     D = depth_probs.shape[2]
     out = locations.new_zeros(B, Q, C)
-    for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
+    for camera, (shapes, starts) in enumerate(rows_of_tables(level_shapes, level_starts)):
         location = locations[:, :, :, camera]  # [B, Q, P, 3]
         place, depth = location[..., :2], location[..., 2:]
         is_on_map = ((place > 0) & (place < 1)).all(-1, keepdim=True)  # [B, Q, P, 1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import _registration
 from ._arguments import widened
 from ._declared import declared
-from ._level_tables import level_starts_of, level_tables
+from ._level_tables import level_starts_of, level_tables, rows_of_tables
 
 __all__ = ["level_starts_of", "ms_deform_attn", "ms_deform_attn_reference"]
 
@@ -92,7 +92,7 @@ def ms_deform_attn_reference(
     _, Q, _, _, P, _ = locations.shape
     num_maps = B * G
     out = locations.new_zeros(B, G, C, Q)
-    for level, ((H, W), start) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
+    for level, ((H, W), start) in enumerate(rows_of_tables(level_shapes, level_starts)):
         location = locations[:, :, :, level]  # [B, Q, G, P, 2]
         x, y = location[..., 0] * W - 0.5, location[..., 1] * H - 0.5
         counts = (x > -1) & (x < W) & (y > -1) & (y < H)
