@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._arguments import check_that, floating, widened
 from ._classes import check_classes, class_by_class
 from ._declared import declared
-from .nms import nms
+from .nms import nms, with_scores
 from .nms_rotated import nms_quadri, nms_rotated
 from .soft_nms import soft_nms
 from .tracing import is_traced
@@ -79,7 +78,7 @@ def batched_nms(
     boxes = floating(boxes)
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)
-        return torch.cat([boxes[keep], ordered[:, None]], -1), keep
+        return with_scores(boxes, keep, ordered)
     if not isinstance(nms_cfg, dict):
         raise TypeError(
             f"batched_nms: nms_cfg must be a dict such as {{'iou_threshold': 0.5}}, got {nms_cfg!r}"
@@ -108,7 +107,7 @@ def batched_nms(
         kept_scores = kept_scores.to(boxes)
     elif suppress in _CLASSES_OF:  # The detections hold the boxes as they were given.
         return detections, kept
-    return torch.cat([boxes[kept], kept_scores[:, None]], -1), kept
+    return with_scores(boxes, kept, kept_scores)
 
 
 def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:

@@ -163,6 +163,11 @@ def kept_by_plain_torch(
     return order[is_alive].to(boxes.device)
 
 
+def with_scores(boxes: Tensor, keep: Tensor, kept_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the boxes that are kept, each with its score, and their indices."""
+    return torch.cat([boxes[keep], kept_scores[:, None]], 1), keep
+
+
 def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     """Return the IoU of a box [..., 4] with each of boxes [..., 4]. Widths are x2 - x1 + offset."""
     shared, area, areas = areas_of(box, boxes, offset)

@@ -1,13 +1,12 @@
 """Non-maximum suppression of rotated boxes and of quadrilaterals."""
 
-import torch
 from torch import Tensor
 
-from ._arguments import constant, floating
+from ._arguments import floating
 from ._classes import check_classes
 from ._declared import declared
 from .box_iou_rotated import turned_back
-from .nms import kept_indices
+from .nms import kept_indices, with_scores
 
 __all__ = ["nms_quadri", "nms_rotated"]
 
@@ -84,6 +83,5 @@ def _kept(
 ) -> tuple[Tensor, Tensor]:
     classes = check_classes(op, "labels", labels, dets)
     dets = floating(dets)
-    wide = constant(dets, dets)
-    keep = kept_indices(wide if clockwise else turned_back(wide), scores, iou_threshold, classes)
-    return torch.cat([dets[keep], scores[keep, None]], 1), keep
+    keep = kept_indices(dets if clockwise else turned_back(dets), scores, iou_threshold, classes)
+    return with_scores(dets, keep, scores[keep])
