@@ -18,6 +18,7 @@ __all__ = [
     "bounded_rois",
     "bounds_of",
     "check_samples",
+    "empty_maps",
     "pool_bins",
     "pool_regions",
     "pool_samples",
@@ -63,6 +64,11 @@ def _smaller(one: Any, other: Any) -> Any:
 
 def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
+
+
+def empty_maps(grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, *_: Any) -> Tensor:
+    """Return maps without data for the gradient [B, C, H, W] of maps whose regions are pooled."""
+    return grad_output.new_empty(B, grad_output.shape[1], H, W)
 
 
 def is_image(index: Tensor, B: int) -> Tensor:

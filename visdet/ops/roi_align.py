@@ -11,7 +11,7 @@ from ._arguments import constant, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
-from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
+from ._roi_sampling import MAP, UPRIGHT, check_samples, empty_maps, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -127,7 +127,7 @@ _roi_align = _registration.differentiable(
     _POOLED,
     layouts=_LAYOUTS,
     gradient=SimpleNamespace(
-        fake=lambda grad_output, rois, B, H, W, *_: grad_output.new_empty(B, grad_output.shape[1], H, W),
+        fake=empty_maps,
         save=_setup_context,
         backward=_backward,
     ),

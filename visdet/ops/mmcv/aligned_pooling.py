@@ -15,6 +15,7 @@ from .._roi_sampling import (
     _sample,
     bounds_of,
     check_samples,
+    empty_maps,
     is_image,
     pool_samples,
     samples_of,
@@ -141,7 +142,7 @@ def bezier_align(
     bin_size = (sides if aligned else sides.clamp(min=1)).flip(1) / sides.new_tensor([PH, PW])
     origin = centers.flip(3).permute(0, 3, 1, 2) - bin_size[:, :, None, None] / 2
     index = beziers[:, 0]
-    is_known = is_image(index, len(input)) & beziers.isfinite().all(1)
+    is_known = _is_known(index, input, beziers)
     batch = torch.where(is_known, index, 0).long()
     grid = torch.where(is_known[:, None], samples_of(bin_size, sampling_ratio), 0)
     turns = bin_size[:, :0]  # none
@@ -192,7 +193,7 @@ def prroi_pool_reference(
     """Return what ``prroi_pool`` returns, in plain torch: the definition kernels are tested against."""
     index = rois[:, 0].detach()
     corners = widened(rois[:, 1:], features) * spatial_scale
-    is_known = is_image(index, len(features)) & corners.isfinite().all(1)
+    is_known = _is_known(index, features, corners)
     weights = []
     x1, y1, x2, y2 = torch.where(is_known[:, None], corners, 0).unbind(1)
     H, W = features.shape[2:]
@@ -213,6 +214,11 @@ def prroi_pool_reference(
         down, across = (weight[chosen] for weight in weights)
         pooled = pooled.index_copy(0, chosen, torch.einsum("nph,chw,nqw->ncpq", down, maps, across))
     return pooled.to(features)
+
+
+def _is_known(index: Tensor, maps: Tensor, numbers: Tensor) -> Tensor:
+    """Return whether each region is of one of the maps and all its numbers are finite."""
+    return is_image(index, len(maps)) & numbers.isfinite().all(1)
 
 
 def _corners_gradient(grad: Tensor, features: Tensor, rois: Tensor, PH: int, PW: int, scale: float) -> Tensor:
@@ -259,7 +265,7 @@ _prroi_pool = _registration.differentiable(
         given.pooled_width + (given.lines == 1),
     ),
     gradient=SimpleNamespace(
-        fake=lambda grad, rois, B, H, W, scale: grad.new_empty(B, grad.shape[1], H, W),
+        fake=empty_maps,
         save=_save,
         backward=_backward,
     ),
