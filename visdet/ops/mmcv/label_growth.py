@@ -9,10 +9,13 @@ from .._declared import declared
 __all__ = ["contour_expand", "pixel_group"]
 
 
-def _claims(
-    frontier: Tensor, labels: Tensor, is_free: Tensor, shape: torch.Size, fits: Tensor | None = None
+def _grow(
+    frontier: Tensor, labels: Tensor, is_open: Tensor, shape: torch.Size, fits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the free pixels that a frontier reaches, in the order of a queue, and where each is reached from."""
+    """Give the labels of a frontier to the open pixels without one that it reaches, in the order of a queue.
+
+    Return these pixels and where each is reached from.
+    """
     H, W = shape
     row, column = (frontier // W)[:, None], (frontier % W)[:, None]
     steps = frontier.new_tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])
@@ -20,12 +23,16 @@ def _claims(
     is_inside = is_index(row, H) & is_index(column, W)
     source, direction = is_inside.nonzero(as_tuple=True)
     pixel = (row * W + column)[source, direction]
-    reaches = is_free[pixel] if fits is None else is_free[pixel] & fits[labels[frontier[source]], pixel]
+    reaches = (is_open & (labels == 0))[pixel]
+    if fits is not None:
+        reaches = reaches & fits[labels[frontier[source]], pixel]
     source, pixel = source[reaches], pixel[reaches]
     order = numbers_to(len(pixel), pixel)
     first = order.new_full((H * W,), len(pixel)).scatter_reduce(0, pixel, order, "amin")
     is_first = first[pixel] == order
-    return pixel[is_first], source[is_first]
+    source, pixel = source[is_first], pixel[is_first]
+    labels[pixel] = labels[frontier[source]]
+    return pixel, source
 
 
 @declared(
@@ -78,10 +85,9 @@ def pixel_group(
     means = sums / labels.bincount(minlength=kernel_region_num)[:, None]
     fits = torch.stack([(values - mean).square().sum(1) < distance_threshold**2 for mean in means])
     frontier = ((labels > 0) & (kernel_contour.flatten() != 0)).nonzero()[:, 0]
+    is_open = mask.flatten() != 0
     while len(frontier):
-        pixels, source = _claims(frontier, labels, (mask.flatten() != 0) & (labels == 0), score.shape, fits)
-        labels[pixels] = labels[frontier[source]]
-        frontier = pixels
+        frontier, _ = _grow(frontier, labels, is_open, score.shape, fits)
     texts = [[0.0, 0.0]]
     for label in range(1, kernel_region_num):
         pixels = (labels == label).nonzero()[:, 0]
@@ -129,8 +135,7 @@ def contour_expand(
     for kernel in reversed(kernel_mask[:-1].flatten(1)):
         edges = []
         while len(frontier):
-            pixels, source = _claims(frontier, labels, (kernel != 0) & (labels == 0), shape)
-            labels[pixels] = labels[frontier[source]]
+            pixels, source = _grow(frontier, labels, kernel != 0, shape)
             is_edge = torch.ones_like(frontier, dtype=torch.bool)
             is_edge[source] = False
             edges.append(frontier[is_edge])
