@@ -128,17 +128,17 @@ def bezier_align(
     check_samples("bezier_align", output_size, sampling_ratio)
     least, most = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     points = constant(beziers[:, 1:], input).clamp(least, most).unflatten(1, (8, 2)) * spatial_scale  # (x, y)
-    upper, lower = points[:, :4], points[:, 4:].flip(1)
+    edges = torch.stack([points[:, :4], points[:, 4:].flip(1)], 1)  # the upper one and the lower one
     PH, PW = output_size
     u = torch.arange(PW, device=input.device, dtype=dtype) / PW
     v = (torch.arange(PH, device=input.device, dtype=dtype) / PH)[:, None, None]
     rest = 1 - u
     basis = torch.stack([rest**3, 3 * u * rest**2, 3 * u**2 * rest, u**3])
-    curves = torch.einsum("kp,nekd->enpd", basis, torch.stack([upper, lower], 1))
+    curves = torch.einsum("kp,nekd->enpd", basis, edges)
     centers = (
         curves[1][:, None] * v + curves[0][:, None] * (1 - v) - (0.5 if aligned else 0)
     )  # [N, PH, PW, 2]
-    sides = torch.maximum((upper[:, 0] - upper[:, 3]).abs(), (lower[:, 0] - lower[:, 3]).abs())
+    sides = (edges[:, :, 0] - edges[:, :, 3]).abs().amax(1)
     bin_size = (sides if aligned else sides.clamp(min=1)).flip(1) / sides.new_tensor([PH, PW])
     origin = centers.flip(3).permute(0, 3, 1, 2) - bin_size[:, :, None, None] / 2
     index = beziers[:, 0]
