@@ -135,8 +135,7 @@ def convolve(
             dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     converted = (None if one is None else one.to(dtype) for one in (input, offset, mask, weight))
     output = _deform_conv2d(*converted, *settings, deform_groups, im2col_step)
-    output = output if bias is None else output + bias.to(dtype)[:, None, None]
-    return output.to(offset)
+    return _with_bias(output, bias).to(offset)
 
 
 def deform_conv2d_reference(
@@ -183,7 +182,11 @@ def deform_conv2d_reference(
     columns = columns.reshape(B, groups, C // groups * KH * KW, size)
     kernel = weight.to(dtype).reshape(groups, outputs // groups, -1)
     output = torch.matmul(kernel, columns).reshape(B, outputs, height, width)
-    return (output if bias is None else output + bias.to(dtype)[:, None, None]).to(input)
+    return _with_bias(output, bias).to(input)
+
+
+def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    return output if bias is None else output + bias.to(output.dtype)[:, None, None]
 
 
 def _corners(position: Tensor, size: int) -> Corners:
