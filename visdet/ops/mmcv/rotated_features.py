@@ -85,10 +85,9 @@ def active_rotated_filter(
     Source: Oriented response networks, arXiv 1701.01833; the signature is mmcv's, and S2ANet's filters use it.
     """
     (M, C, G, height, width), R = input.shape, indices.shape[3]
-    check_indices(
-        "active_rotated_filter", "indices", indices.long() - 1, G * height * width, "a filter, from 1 on"
-    )
-    places = (indices.flatten(0, 2).long() - 1).T[None, :, None].expand(M, R, C, -1)
+    index = indices.long() - 1
+    check_indices("active_rotated_filter", "indices", index, G * height * width, "a filter, from 1 on")
+    places = index.flatten(0, 2).T[None, :, None].expand(M, R, C, -1)
     # A gradient sums R numbers, which 16-bit types would round one by one. That of a scatter is a gather.
     filters = widened(input.flatten(2), input)[:, None].expand(places.shape)
     rotated = torch.zeros_like(filters, memory_format=torch.contiguous_format).scatter(3, places, filters)
