@@ -98,26 +98,29 @@ def soft_nms_reference(
     """
     boxes, scores = boxes.clone(), scores.clone()
     index = numbers_to(len(scores), scores)
+    columns = boxes, scores, index
+    kind = SOFT_METHODS[method]
     count, i = len(scores), 0
     while i < count:
         best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
         swap = index.new_tensor([i, best])
-        for column in (boxes, scores, index):
+        for column in columns:
             column[swap] = column[swap.flip(0)]
         after = i + 1
         rest = slice(after, count)
         overlap = overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
-        if SOFT_METHODS[method] == "gaussian":
-            scores[rest] *= torch.exp(-overlap.square() / sigma)
+        if kind == "gaussian":
+            factor = torch.exp(-overlap.square() / sigma)
         else:
-            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else 0.0
-            scores[rest] *= torch.where(overlap >= iou_threshold, factor, 1.0)
+            lowered = 1 - overlap if kind == "linear" else 0.0
+            factor = torch.where(overlap >= iou_threshold, lowered, 1.0)
+        scores[rest] *= factor
         is_low = scores[rest] < min_score
         num_high = int((~is_low).sum())
         survivors = after + num_high
         holes = after + is_low[:num_high].nonzero().squeeze(1)
         fillers = (survivors + (~is_low[num_high:]).nonzero().squeeze(1)).flip(0)
-        for column in (boxes, scores, index):
+        for column in columns:
             column[holes] = column[fillers]
         count, i = survivors, after
     return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
