@@ -135,7 +135,8 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
     """Return the reduced loss. ``mean`` divides by the number of rows and not by the number of elements."""
     if reduction == "none":
         return loss
-    return loss.sum() / loss.shape[0] if reduction == "mean" else loss.sum()
+    total = loss.sum()
+    return total / loss.shape[0] if reduction == "mean" else total
 
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
