@@ -213,7 +213,7 @@ def roiaware_gradient(
         return grad_in.index_add(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
     grad = grad_out.reshape(1, 1, -1).to(wide_type(grad_in))
     sizes = (1, 1, grad_in.numel())
-    gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax), zeros_outside=True)
+    gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax))
     return grad_in + gradient.view(grad_in.shape)
 
 

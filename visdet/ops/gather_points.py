@@ -50,13 +50,10 @@ def gather_gradient(
     grad_output: Tensor,  # [B, C, M]
     sizes: tuple[int, ...],  # of the features
     indices: Tensor,  # [B, M, K]
-    weight: Tensor | None = None,
-    zeros_outside: bool = False,
 ) -> Tensor:
-    """Return the gradient of the features of ``gathered``, which does not depend on them."""
+    """Return the gradient of the features of ``gathered`` with zeros outside, which does not depend on them."""
     features = grad_output.new_zeros(()).expand(sizes)
-    weight = grad_output.new_empty(0) if weight is None else weight
-    inputs = features, indices, weight, zeros_outside
+    inputs = features, indices, grad_output.new_empty(0), True
     if _library.serves(features) and not _registration.needs_order(features):
         return torch.ops.visdet.gather_points_backward.default(grad_output, *inputs, True, False)[0]
     gradient, *_ = gradients_of(gather_points_reference, grad_output, inputs, (True, False, False, False))

@@ -121,7 +121,7 @@ def stack_group_gradient(
     """Return the gradient of ``stack_group_points`` with respect to the features, given that of its result."""
     index = _stacked("stack_group_gradient", features, features_batch_cnt, indices, indices_batch_cnt)
     wide = widened(grad_output, grad_output)
-    return gather_gradient(wide, features.shape, index, zeros_outside=True)
+    return gather_gradient(wide, features.shape, index)
 
 
 def _stacked(
