@@ -118,10 +118,10 @@ def locations_and_weights(
     """
     dtype = reference_points.dtype
     centers, sizes = reference_points[..., :2], reference_points[..., 2:]  # [B, Q, L, 2], [B, Q, L, 0 or 2]
-    weights = logits.to(dtype).softmax(-1)
+    offsets, weights = offsets.to(dtype), logits.to(dtype).softmax(-1)
     P = max(num_points, default=0)
     level_locations, level_weights = [], []
-    offsets_of, weights_of = offsets.to(dtype).split(num_points, 3), weights.split(num_points, 3)
+    offsets_of, weights_of = offsets.split(num_points, 3), weights.split(num_points, 3)
     for level, count in enumerate(num_points):
         if sizes.shape[-1]:
             scale = (sizes[:, :, level] * (0.5 / max(count, 1)))[:, :, None, None]
@@ -131,7 +131,7 @@ def locations_and_weights(
         level_locations.append(F.pad(location, (0, 0, 0, P - count)))
         level_weights.append(F.pad(weights_of[level], (0, P - count)))
     if not num_points:
-        return offsets.to(dtype)[:, :, :, None], weights[:, :, :, None]
+        return offsets[:, :, :, None], weights[:, :, :, None]
     return torch.stack(level_locations, 3), torch.stack(level_weights, 3)
 
 
