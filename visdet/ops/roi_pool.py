@@ -99,7 +99,7 @@ def _picked(input: Tensor, rois: Tensor, argmax: Tensor) -> Tensor:
 
 def _bins(start: Tensor, end: Tensor, count: int, size: int) -> list[list[list[int]]]:
     """Return the first pixel and the one behind the last of each bin of the intervals start..end [N]."""
-    edges = torch.arange(count + 1).to(start) * ((end - start) / count)[:, None] + start[:, None]
+    edges = numbers_to(count + 1, start) * ((end - start) / count)[:, None] + start[:, None]
     ends = torch.stack([edges[:, :-1].floor(), edges[:, 1:].ceil()], 2)
     return ends.nan_to_num().clamp(0, size).long().tolist()
 
