@@ -135,8 +135,9 @@ def hard_voxelize(
     number = by_first.argsort()
     chosen = by_first if max_voxels < 0 else by_first[:max_voxels]
     voxels = points.new_zeros(len(chosen), max_points, points.shape[1])
-    kept = (number[voxel] < len(chosen)) & (rank < max_points)
-    voxels[number[voxel[kept]], rank[kept]] = points.detach()[inside[kept]]
+    place = number[voxel]
+    kept = (place < len(chosen)) & (rank < max_points)
+    voxels[place[kept], rank[kept]] = points.detach()[inside[kept]]
     return voxels, coordinates[inside[first[chosen]]], count[chosen].clamp(max=max_points).int()
 
 
@@ -157,7 +158,8 @@ def rows_of_keys(keys: Tensor, extents: Sequence[int]) -> Tensor:  # [N] -> [N, 
 def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M, D], [N], [M]
     """Return the different rows of integers from 0 on in rising order, the place of each row in them, and counts."""
     if len(rows) == 0:
-        return rows, rows.new_zeros(0, dtype=torch.int64), rows.new_zeros(0, dtype=torch.int64)
+        none = rows.new_zeros(0, dtype=torch.int64)
+        return rows, none, none
     extents = [extent + 1 for extent in rows.amax(0).tolist()]
     if math.prod(extents) >= 1 << 63:
         return torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
@@ -343,5 +345,5 @@ def voxel_pooling(
     is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
     image = numbers_to(B, x)[:, None]
     num_cells = B * H * W
-    cell = torch.where(is_inside, (image * H + y) * W + x, num_cells)
+    cell = torch.where(is_inside, keys_of_rows(image, (y, x), (H, W)), num_cells)
     return _sum_into(cell.flatten(), input_features.flatten(0, 1), num_cells).view(B, H, W, C)
