@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import numbers_to
 from .._registration import differentiable_once
 
 __all__ = ["can_be_added", "give_copies", "give_rows", "in_autocast_type", "sum_in_autocast_type"]
@@ -96,7 +97,7 @@ class _SumWithRows(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (index,) = ctx.saved_tensors
-        rows = torch.arange(ctx.count, device=index.device).unsqueeze(1)
+        rows = numbers_to(ctx.count, index).unsqueeze(1)
         is_row = (
             (rows == index).to(grad.dtype).repeat(1, grad.shape[:-1].numel() // len(index))
         )  # [R, all rows]
