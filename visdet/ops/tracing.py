@@ -9,14 +9,17 @@ from torch import Tensor
 __all__ = ["gradients_of", "is_traced", "recorded_as_one"]
 
 
+def _is_recorded() -> bool:
+    """Return whether calls are recorded by ``torch.compile``, an export or a trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def is_traced() -> bool:
     """Return whether calls are recorded by ``torch.compile``, an export, a trace or ``torch.func``.
 
     These support registered operators and plain torch, but not every ``torch.autograd.Function``.
     """
-    return (
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
-    )
+    return _is_recorded() or torch._C._are_functorch_transforms_active()
 
 
 def gradients_of(
@@ -81,7 +84,6 @@ def recorded_as_one(
     backward_operator.register_fake(fake_backward)
 
     def call(*arguments: Any) -> Tensor:
-        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        return (operator if is_recorded else function)(*arguments)
+        return (operator if _is_recorded() else function)(*arguments)
 
     return call
