@@ -7,7 +7,7 @@ import torch
 from sparsedrive_golden import built, close, lists
 from torch.testing import assert_close
 
-from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget
+from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget, SparsePoint3DTarget
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.registry import TASK_UTILS
 
@@ -122,6 +122,10 @@ def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():
     assert ((anchor[0] - target[0]).abs() <= torch.tensor(noise)).all()
     assert labels.tolist() == [[4] * 3, [-1] * 3] and valid.tolist() == [[True] * 3, [False] * 3]
     assert torch.equal(mask, ~torch.eye(3, dtype=torch.bool))
+
+
+def test_lines_have_no_denoising():
+    assert SparsePoint3DTarget(num_dn_groups=3, num_temp_dn_groups=1).num_dn_groups == 0
 
 
 def test_rejections_of_targets():

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
+from visdet.errors import InvalidTypeError
 from visdet.registry import DATA_SAMPLERS
 
 
@@ -30,6 +31,10 @@ class AspectRatioBatchSampler(BatchSampler):
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:
         dataset: Any = getattr(sampler, "dataset", None)
+        if not hasattr(dataset, "get_data_info"):
+            raise InvalidTypeError(
+                f"AspectRatioBatchSampler: the sampler's data set must have get_data_info, got {type(dataset).__name__}"
+            )
         super().__init__(sampler, batch_size, drop_last)
         self._dataset = dataset
 

@@ -42,7 +42,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         num_sample: int = 20,
         roi_size: Sequence[float] = (30, 60),
     ) -> None:
-        super().__init__(num_dn_groups, num_temp_dn_groups)
+        super().__init__()
         self.assigner: Any = built(assigner, TASK_UTILS)
         self.num_sample = num_sample
         self.roi_size = tuple(roi_size)
