@@ -1,6 +1,5 @@
 """AspectRatioBatchSampler: what is in a batch, and how many there are."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.dataset import DefaultSampler
@@ -44,8 +43,3 @@ def test_the_order_of_the_sampler_is_kept_and_nothing_carries_over():
     assert list(batches) == expected
     next(iter(batches))  # an epoch given up halfway
     assert list(batches) == expected
-
-
-def test_a_data_set_without_sizes_is_refused():
-    with pytest.raises(TypeError, match="data set must have get_data_info, got range"):
-        AspectRatioBatchSampler(DefaultSampler(range(3)), 2)

@@ -23,19 +23,20 @@ class AspectRatioBatchSampler(BatchSampler):
         drop_last: leave out the last batch of an epoch if it is not full.
 
     Raises:
-        TypeError: the sampler is not a torch Sampler, or its data set has no ``get_data_info``.
+        ValueError: the sampler is not a torch Sampler.
+        TypeError: its data set has no ``get_data_info``.
 
     Source: mmdet's AspectRatioBatchSampler. Difference: with ``drop_last``, mmdet also loses a full last batch that
     consists of images of both kinds, and its length is then wrong.
     """
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:
+        super().__init__(sampler, batch_size, drop_last)
         dataset: Any = getattr(sampler, "dataset", None)
         if not hasattr(dataset, "get_data_info"):
             raise InvalidTypeError(
                 f"AspectRatioBatchSampler: the sampler's data set must have get_data_info, got {type(dataset).__name__}"
             )
-        super().__init__(sampler, batch_size, drop_last)
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[list[int]]:
