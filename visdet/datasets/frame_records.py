@@ -75,7 +75,7 @@ class Key:
         if self.is_finite:
             check_finite(where, **{f"{own_name}{of}": fitting})
         flags = self.flags
-        if flags and not (np.isin(fitting, (0, 1)).all() and (flags == "any" or fitting.sum() == 1)):
+        if flags and not (((fitting == 0) | (fitting == 1)).all() and (flags == "any" or fitting.sum() == 1)):
             rest = ", and exactly one of them 1" if flags == "one" else ""
             raise InvalidInputError(f"{name} must be 0 or 1{rest}, got {fitting.tolist()}")
         return fitting

@@ -173,10 +173,8 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
 
 
 _MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
-_USUAL_INTERVALS_US = (
-    10_000,
-    10_000_000,
-)  # what most intervals of a file are, unless the time is in other units
+# What the median interval of a file is, unless the time is in other units.
+_USUAL_INTERVALS_US = (10_000, 10_000_000)
 _MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 
 
@@ -218,11 +216,11 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
         gap = time - time_before
         if scene == scene_before:
             gaps.append(gap)
-        if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
-            raise InvalidInputError(
-                f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
-                "timestamp must be in microseconds, and different recordings must have different scene tokens"
-            )
+            if not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
+                raise InvalidInputError(
+                    f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
+                    "timestamp must be in microseconds, and different recordings must have different scene tokens"
+                )
         are_first.append(scene != scene_before or (has_no_sweeps and scene in with_sweeps))
     least, most = _USUAL_INTERVALS_US
     usual = np.median(gaps or [least])
