@@ -1,6 +1,7 @@
 """The training data's pipeline is replaced from an epoch or an iteration on, in a resumed run, too."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from toy_detection import ToyBoxes
@@ -66,6 +67,13 @@ def test_data_sets_inside_of_another_get_the_pipeline(tmp_path):
     repeated = {"_delete_": True, "type": "RepeatDataset", "times": 2, "dataset": inner}
     train(tmp_path, **settings, train_dataloader__dataset=repeated, train_cfg__max_iters=2)
     assert read == ["old"] * 4 + ["new"] * 4
+    outer = SimpleNamespace(pipeline="old", dataset=SimpleNamespace(pipeline="reads"))
+    loader = SimpleNamespace(dataset=outer, num_workers=0, persistent_workers=False)
+    runner = SimpleNamespace(train_dataloader=loader, iter=0, epoch=0, logger=Mock())
+    hook = PipelineSwitchHook(switch_iter=0)
+    hook.before_train(runner)
+    hook.before_train_epoch(runner)
+    assert outer.pipeline is hook.pipeline and outer.dataset.pipeline == "reads"
     plain = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=range(4)))
     with pytest.raises(ConfigError, match="PipelineSwitchHook: range has no pipeline to replace"):
         PipelineSwitchHook(switch_iter=1).before_train(plain)

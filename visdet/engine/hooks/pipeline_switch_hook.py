@@ -1,5 +1,6 @@
 """A hook that gives the training data another pipeline during a run."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from mmengine.dataset import Compose
@@ -43,11 +44,12 @@ class PipelineSwitchHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Find the data sets with a pipeline, and check the data workers."""
         loader = runner.train_dataloader
-        self._datasets = [part for part in parts_of(loader.dataset) if hasattr(part, "pipeline")]
+        dataset = loader.dataset
+        # A data set with a pipeline may read others by pipelines of their own, which stay.
+        parts: Iterable[Any] = [dataset] if hasattr(dataset, "pipeline") else parts_of(dataset)
+        self._datasets = [part for part in parts if hasattr(part, "pipeline")]
         if not self._datasets:
-            raise ConfigError(
-                f"PipelineSwitchHook: {type(loader.dataset).__name__} has no pipeline to replace"
-            )
+            raise ConfigError(f"PipelineSwitchHook: {type(dataset).__name__} has no pipeline to replace")
         switch_epoch = self.switch_epoch
         workers = loader.num_workers
         are_kept = loader.persistent_workers
